@@ -1,0 +1,1 @@
+"""Hidden states from vLLM to a reader, record by record."""

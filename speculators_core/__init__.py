@@ -1,0 +1,1 @@
+"""The library behind draftsmith: no Prefect, no MLflow, no vLLM."""

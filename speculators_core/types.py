@@ -1,0 +1,177 @@
+"""Shapes, values and contracts that every part of the library shares.
+
+Shape legend, used as suffixes of tensor names throughout:
+    T tokens of a packed row · R rows · K captured layers · A auxiliary layers (K = A + 1)
+    H verifier hidden size · V verifier vocabulary · D draft vocabulary · S TTT steps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:  # keeps `import speculators_core.types` free of torch: command lines start fast
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+Split = Literal["train", "validation", "evaluation"]
+
+
+class StrictModel(BaseModel):
+    """Base of every configuration and record: frozen, and unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A metric as (sum, count), so that it pools over rows, micro-batches and ranks."""
+
+    sum: float
+    count: float
+
+    def __add__(self, other: Counted) -> Counted:
+        return Counted(self.sum + other.sum, self.count + other.count)
+
+    @property
+    def mean(self) -> float:
+        """sum / count; NaN when nothing was counted."""
+        return self.sum / self.count if self.count else float("nan")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One captured sequence on its way to the draft.
+
+    input_ids int64 [T] · loss_mask bool [T] (True: a token that the verifier wrote) ·
+    hidden_states [T, K, H] in the captured dtype, layers ascending, the last one the
+    residual stream *before* the verifier's final norm · position_ids int64 [T].
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    hidden_states: Tensor
+    position_ids: Tensor
+    row: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Aligned samples packed into one row of T tokens.
+
+    input_ids, position_ids, document_ids int64 [T] (document −1 is padding) ·
+    loss_mask bool [T] · aux_TAH [T, A·H] features · last_TH [T, H] verifier's last hidden
+    states before its final norm. What "aligned" means is the algorithm's own business.
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    document_ids: Tensor
+    aux_TAH: Tensor
+    last_TH: Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outcome of one forward pass: a loss to differentiate and metrics to pool.
+
+    `loss` already holds the division by the global denominators that were passed in.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, Counted]
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """A sample after the algorithm's own shift: what packing concatenates."""
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    aux_TAH: Tensor
+    last_TH: Tensor
+
+
+class Objective(Protocol):
+    """Turns samples into batches' inputs, and batches into loss and counted metrics."""
+
+    def align(self, sample: Sample) -> Aligned:
+        """Shift one sample (before packing)."""
+        ...
+
+    def denominators(self, batch: Batch) -> Tensor:
+        """float64 [terms]: supervised positions of each loss term; summed over micro-batches and ranks."""
+        ...
+
+    def step(self, model: nn.Module, batch: Batch, denominators: Tensor) -> StepResult:
+        """Forward pass and loss, normalised by the (global) denominators."""
+        ...
+
+    def walk(self, model: nn.Module, aligned: Aligned, k: int) -> Sequence[int]:
+        """Accepted drafts at each drafting point of one greedy reply, walked as serving would."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExportedDraft:
+    """A draft as vLLM loads it: config.json's content and the tensors of model.safetensors."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What a folder in `algorithms/` exports; trainer, tasks and flows see nothing else.
+
+    config      typed knobs (a StrictModel with `kind: Literal[name]`)
+    build       (config, verifier_dir, draft_vocabulary | None, seed) -> model with frozen verifier parts in place
+    objective   (config) -> Objective
+    export      (config, model, publish) -> ExportedDraft
+    aux_layers  (config, num_hidden_layers) -> auxiliary layer ids, ascending and distinct
+    """
+
+    name: str
+    config: type[StrictModel]
+    build: Callable[..., nn.Module]
+    objective: Callable[..., Objective]
+    export: Callable[..., ExportedDraft]
+    aux_layers: Callable[..., tuple[int, ...]]
+
+
+class ArtifactRef(StrictModel):
+    """Address of a published artifact: what tasks pass instead of data.
+
+    digest is the sha256 of the manifest's content (kind, schema version, files), not of its path.
+    """
+
+    kind: str
+    uri: str
+    digest: str
+
+
+ProgressCallback = Callable[[int, int], None]
+"""Called with (done, total) now and then by long work."""
+
+__all__ = [
+    "Algorithm",
+    "Aligned",
+    "ArtifactRef",
+    "Batch",
+    "Counted",
+    "ExportedDraft",
+    "Json",
+    "Objective",
+    "ProgressCallback",
+    "Sample",
+    "Split",
+    "StepResult",
+    "StrictModel",
+]
