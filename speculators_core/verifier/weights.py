@@ -1,0 +1,181 @@
+"""The three tensors of a verifier that a draft borrows: embedding, output head, final norm.
+
+They are read by exact key from safetensors, one at a time; the rest of the model is never loaded. A head that cannot
+be read as it is (packed, quantised, biased) is refused: falling back to the embedding would train a draft towards
+the wrong distribution without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from speculators_core.errors import VerifierError
+from speculators_core.verifier.facts import VerifierFacts, read_config, read_facts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+INDEX = "model.safetensors.index.json"
+EMBEDDING_KEYS = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "model.text_model.embed_tokens.weight",
+    "model.tok_embeddings.weight",
+    "backbone.embeddings.weight",
+    "transformer.wte.weight",
+)
+HEAD_KEYS = (
+    "lm_head.weight",
+    "language_model.lm_head.weight",
+    "model.lm_head.weight",
+    "model.language_model.lm_head.weight",
+    "output.weight",
+)
+NORM_KEYS = (
+    "model.norm.weight",
+    "model.language_model.norm.weight",
+    "language_model.model.norm.weight",
+    "model.text_model.norm.weight",
+    "model.final_layernorm.weight",
+    "backbone.norm_f.weight",
+    "transformer.ln_f.weight",
+)
+_PLAIN_DTYPES = frozenset({"F32", "F16", "BF16"})
+
+
+@dataclass(frozen=True)
+class VerifierHead:
+    """embed_VH [V, H] · head_VH [V, H] (the same tensor when tied) · norm_H [H] as stored; all in the stored dtype."""
+
+    embed_VH: Tensor
+    head_VH: Tensor
+    norm_H: Tensor
+
+    @property
+    def tied(self) -> bool:
+        """Whether head and embedding are one tensor."""
+        return self.head_VH is self.embed_VH
+
+
+def weight_files(verifier_dir: Path) -> list[Path]:
+    """The safetensors files that hold the model, sorted by name.
+
+    Raises:
+        VerifierError: none exist, the index names one that is missing, or only other formats are there.
+    """
+    read_config(verifier_dir)
+    index = verifier_dir / INDEX
+    if index.is_file():
+        files = sorted({verifier_dir / name for name in _weight_map(index).values()})
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise VerifierError(
+                f"{verifier_dir} lacks {', '.join(missing[:3])}, which {INDEX} names", mend="finish the download"
+            )
+        return files
+    files = sorted(verifier_dir.glob("model*.safetensors")) or sorted(
+        file for file in verifier_dir.glob("*.safetensors") if not file.name.startswith("adapter")
+    )
+    if files:
+        return files
+    others = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in verifier_dir.glob(kind))
+    found = f"only {', '.join(others[:3])}" if others else "no weights"
+    raise VerifierError(
+        f"{verifier_dir} holds no .safetensors file ({found})",
+        mend="convert the verifier with transformers' save_pretrained; pickled weights are never loaded",
+    )
+
+
+def read_head(verifier_dir: Path, facts: VerifierFacts | None = None) -> VerifierHead:
+    """Read embedding, head and final norm of a local verifier in their stored dtype; other tensors stay on disk.
+
+    Raises:
+        VerifierError: a tensor is missing, ambiguous, quantised, biased, or of a shape that config.json denies.
+    """
+    facts = facts or read_facts(verifier_dir)
+    located = locate(verifier_dir)
+    embed_key = _find(located, EMBEDDING_KEYS, "embedding", verifier_dir)
+    norm_key = _find(located, NORM_KEYS, "final norm", verifier_dir)
+    embed = _read(located, embed_key, (facts.vocab_size, facts.hidden_size))
+    norm = _read(located, norm_key, (facts.hidden_size,))
+    if facts.tie_word_embeddings:  # as vLLM: a tied model's own lm_head.weight, if stored at all, is not used
+        return VerifierHead(embed, embed, norm)
+    head_key = _find(located, HEAD_KEYS, "output head", verifier_dir)
+    bias = head_key.removesuffix("weight") + "bias"
+    if bias in located:
+        raise VerifierError(f"{verifier_dir}: the output head has a bias ({bias}), which drafts cannot carry")
+    return VerifierHead(embed, _read(located, head_key, (facts.vocab_size, facts.hidden_size)), norm)
+
+
+def locate(verifier_dir: Path) -> dict[str, Path]:
+    """Tensor name -> the file that holds it; headers only."""
+    from safetensors import SafetensorError, safe_open
+
+    index = verifier_dir / INDEX
+    files = weight_files(verifier_dir)
+    if index.is_file():
+        return {name: verifier_dir / file for name, file in _weight_map(index).items()}
+    located: dict[str, Path] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                located.update(dict.fromkeys(opened.keys(), file))
+        except SafetensorError as error:
+            raise VerifierError(f"{file} is torn or not safetensors: {error}", mend="copy it again") from error
+    return located
+
+
+def _find(located: Mapping[str, Path], aliases: Iterable[str], what: str, where: Path) -> str:
+    found = [key for key in aliases if key in located]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise VerifierError(f"{where} holds several tensors that could be the {what}: {', '.join(found)}")
+    stems = tuple(key.removesuffix("weight") for key in aliases)
+    packed = sorted(key for key in located if key.startswith(stems))
+    if packed:
+        raise VerifierError(
+            f"the {what} of {where} is quantised or packed ({', '.join(packed[:3])}): it cannot be read as a matrix",
+            mend="use a checkpoint whose embedding and lm_head are left unquantised (most quantisers can skip them)",
+        )
+    raise VerifierError(
+        f"{where} holds no {what} under a known name (looked for {', '.join(list(aliases)[:3])} …)",
+        mend="check that the checkpoint is complete and in transformers' naming",
+    )
+
+
+def _read(located: Mapping[str, Path], key: str, shape: tuple[int, ...]) -> Tensor:
+    from safetensors import SafetensorError, safe_open
+
+    file = located[key]
+    try:
+        with safe_open(file, framework="pt") as opened:
+            view = opened.get_slice(key)
+            dtype, stored = view.get_dtype(), tuple(view.get_shape())
+            if dtype not in _PLAIN_DTYPES:
+                raise VerifierError(
+                    f"{key} in {file} is stored as {dtype}: a quantised tensor without its scale means nothing",
+                    mend="use a checkpoint whose embedding and lm_head are left unquantised",
+                )
+            # Embedding matrices may be padded beyond the vocabulary; a narrower one contradicts config.json.
+            if len(stored) != len(shape) or stored[1:] != shape[1:] or stored[0] < shape[0]:
+                raise VerifierError(f"{key} in {file} has shape {list(stored)}; config.json implies {list(shape)}")
+            return opened.get_tensor(key)[: shape[0]]
+    except SafetensorError as error:
+        raise VerifierError(f"{file} is torn or lacks {key}: {error}", mend="copy the verifier again") from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in mapping.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise VerifierError(f"{index} is not a safetensors index: {error}", mend="copy the verifier again") from error
