@@ -1,0 +1,184 @@
+"""File-system habits of the store: atomic writes, durable renames, teachable errors, hashing with a cache."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from speculators_core.errors import StoreError
+from speculators_core.store.manifest import FileEntry, sha256_file
+
+logger = logging.getLogger(__name__)
+
+PARTIAL_SUFFIX = ".part"
+"""Files that end so are unfinished: left by a killed writer, never published."""
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "File too large", "os error 28", "os error 27")
+
+Stamp = tuple[int, int, int, int]
+"""size, mtime (ns), ctime (ns), inode: unchanged means that nobody wrote to the file."""
+
+
+def disk_full(error: Exception, path: Path | str, doing: str) -> StoreError | None:
+    """The StoreError for a full disk (as an OSError or a safetensors error), naming path and cure; None for others."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number not in _FULL and not any(text in str(error) for text in _FULL_TEXTS):
+        return None
+    return StoreError(
+        f"the disk is full while {doing}: {path}",
+        mend="free space there (or point DRAFTSMITH_HOME at a larger disk) and run the same command again; "
+        "what was finished is kept",
+    )
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path | str, doing: str) -> Iterator[None]:
+    """Turns a full disk, and every other OSError of the block, into a StoreError; everything else passes."""
+    try:
+        yield
+    except Exception as error:
+        known = disk_full(error, path, doing)
+        if known is None and isinstance(error, OSError):
+            known = StoreError(
+                f"cannot go on while {doing}: {path}: {error.strerror or error}",
+                mend="check that the directory exists and is writable, then run the same command again",
+            )
+        if known is not None:
+            raise known from error
+        raise
+
+
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` with a temporary sibling, make it durable, and rename it to `path`: all or nothing.
+
+    Raises:
+        StoreError: the disk is full or not writable; nothing is left behind.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
+    try:
+        with storage_errors(path, "writing"):
+            write(partial)
+            sync(partial)
+            partial.replace(path)
+            sync(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """fsync of a file or directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def data_files(directory: Path) -> list[str]:
+    """Relative paths of all files below a directory, sorted.
+
+    Raises:
+        StoreError: a symbolic link or a special file is among them (its target could change unseen).
+    """
+    found = []
+    for path in directory.rglob("*"):
+        relative = path.relative_to(directory).as_posix()
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise StoreError(
+                f"{relative} in {directory} is not a plain file",
+                mend="replace links by the files that they point to: an artifact must hold its own bytes",
+            )
+        if path.is_file():
+            found.append(relative)
+    return sorted(found)
+
+
+def drop_partial_files(directory: Path) -> None:
+    """Delete what killed writers left unfinished."""
+    for path in directory.rglob(f"*{PARTIAL_SUFFIX}"):
+        path.unlink(missing_ok=True)
+
+
+def stamp(path: Path) -> Stamp:
+    """The file's stat facts that change whenever somebody writes to it."""
+    facts = path.stat()
+    return facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino
+
+
+def hash_files(directory: Path, paths: Sequence[str]) -> tuple[FileEntry, ...]:
+    """Sizes and sha256 of files, hashed on a few threads (hashing releases the interpreter's lock)."""
+
+    def entry(path: str) -> FileEntry:
+        return FileEntry(path=path, size=(directory / path).stat().st_size, sha256=sha256_file(directory / path))
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        return tuple(pool.map(entry, paths))
+
+
+class VerifiedCache:
+    """Remembers which files of an artifact were hashed, by stat facts, so that a second look costs only stat calls.
+
+    One JSON file in the scratch directory; losing it costs a rehash, never correctness.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(self, digest: str) -> dict[str, list[int] | str]:
+        """path -> stamp of the files that were verified for the artifact of this digest; empty when unknown."""
+        try:
+            content = json.loads(self._path.read_text())
+            files = content["files"] if content["digest"] == digest else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+        return files if isinstance(files, dict) else {}
+
+    def save(self, digest: str, files: dict[str, list[int] | str]) -> None:
+        """Replace what is remembered; a failure only costs time later, so it is logged and not raised."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            content = json.dumps({"digest": digest, "files": files})
+            write_atomic(self._path, lambda partial: partial.write_text(content))
+        except (OSError, StoreError) as error:
+            logger.debug("verification cache %s not written: %s", self._path, error)
+
+
+@contextlib.contextmanager
+def file_lock(path: Path, waiting_for: str) -> Iterator[None]:
+    """Exclusive flock that dies with its holder (also on kill -9). Not reentrant. The lock file stays.
+
+    Side effect: blocks until the holder is done, and says so in the log once.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for another process: %s", waiting_for)
+            started = time.monotonic()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            logger.info("the other process is done after %.0f s: %s", time.monotonic() - started, waiting_for)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def discard(path: Path, trash: Path) -> None:
+    """Move a directory out of sight at once, then delete it: nobody meets it half deleted."""
+    trash.mkdir(parents=True, exist_ok=True)
+    grave = trash / uuid.uuid4().hex
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(grave)
+        shutil.rmtree(grave, ignore_errors=True)
