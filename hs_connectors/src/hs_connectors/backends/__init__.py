@@ -1,0 +1,1 @@
+"""One file a backend; `hs_connectors.registry` knows them by name."""

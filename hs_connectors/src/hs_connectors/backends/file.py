@@ -1,0 +1,182 @@
+"""Records as files of one directory, on a file system that engine and reader share.
+
+Configuration: `root` (directory), `fsync` (default true).
+    <key>.safetensors    a record           engine.json    what the engine is
+    <key>.error.json     an error marker    .<…>.part      being written (its writer holds a lock on it)
+Keys hold no dots and no slashes and links are never followed, so nothing escapes the root.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hs_connectors.contract import check_key
+from hs_connectors.errors import CaptureFailed, RecordTimeout, SettingsError, StorageError
+
+log = logging.getLogger(__name__)
+_ENGINE = "engine.json"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+_YOUNG_S = 60.0
+"""A `.part` younger than this may belong to a writer that has not locked it yet."""
+
+
+class FileBackend:
+    """Publishes by temporary file, fsync and rename."""
+
+    name = "file"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        unknown = set(config) - {"root", "fsync"}
+        if unknown or not config.get("root"):
+            raise SettingsError(f"the file backend takes root (a directory) and fsync, got {dict(config)!r}")
+        self._root = Path(str(config["root"])).absolute()
+        self._fsync = bool(config.get("fsync", True))
+
+    def prepare(self) -> None:
+        """Create the root, prove that it can be written, remove what killed writers left."""
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._write(f".{secrets.token_hex(8)}.probe", b"")
+            for leftover in self._root.glob(".*.part"):
+                _remove_if_orphan(leftover)
+        except OSError as error:
+            raise self._refused("cannot be written", error) from error
+
+    def publish(self, key: str, payload: bytes | bytearray | memoryview) -> None:
+        """Write beside, then rename into place."""
+        try:
+            self._write(f"{check_key(key)}.safetensors", payload)
+        except OSError as error:
+            raise self._refused(f"refused record {key} of {len(payload)} bytes", error) from error
+
+    def fail(self, key: str, message: str) -> None:
+        """Publish `<key>.error.json`; on a full disk an empty one, which needs no data block."""
+        name = f"{check_key(key)}.error.json"
+        marker = json.dumps({"error": message}).encode()
+        for content in (marker, marker, b""):
+            try:
+                self._write(name, content)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not content:
+                    raise self._refused(f"refused even the error marker of {key}", error) from error
+                time.sleep(_LONGEST_PAUSE_S)  # another writer's failed file may free a block meanwhile
+
+    def fetch(self, key: str, timeout_s: float) -> bytes:
+        """Poll for the record or the marker, from every millisecond to every 50."""
+        record, marker = f"{check_key(key)}.safetensors", f"{key}.error.json"
+        deadline, pause = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+        while True:
+            payload = self._read(record)
+            if payload is not None:
+                return payload
+            error = self._read(marker)
+            if error is not None:
+                raise CaptureFailed(f"record {key} in {self._root}: {_message(error)}")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise RecordTimeout(
+                    f"record {key} did not appear in {self._root} within {timeout_s:g} s",
+                    mend="see the engine's log; is this the root that the server was started with?",
+                )
+            time.sleep(min(pause, left))
+            pause = min(pause * 2, _LONGEST_PAUSE_S)
+
+    def discard(self, key: str) -> None:
+        """Unlink the record and its marker."""
+        try:
+            for name in (f"{check_key(key)}.safetensors", f"{key}.error.json"):
+                (self._root / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise self._refused(f"refused to delete record {key}", error) from error
+
+    def announce(self, facts: Mapping[str, Any]) -> None:
+        """Write `engine.json`."""
+        try:
+            self._write(_ENGINE, json.dumps(facts, indent=2, sort_keys=True).encode())
+        except OSError as error:
+            raise self._refused(f"refused {_ENGINE}", error) from error
+
+    def announcement(self) -> dict[str, Any] | None:
+        """Read `engine.json`."""
+        content = self._read(_ENGINE)
+        if content is None:
+            return None
+        try:
+            facts: dict[str, Any] = json.loads(content)
+        except ValueError as error:
+            raise StorageError(f"{self._root / _ENGINE} is not JSON: {error}") from error
+        return facts
+
+    def _write(self, name: str, content: bytes | bytearray | memoryview) -> None:
+        part = self._root / f".{name}.{secrets.token_hex(8)}.part"
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # dies with us: how a sweep knows the living
+            rest = memoryview(content)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+            if self._fsync and content:
+                os.fsync(descriptor)
+            if name.endswith(".probe"):
+                part.unlink()
+            else:
+                part.rename(self._root / name)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            descriptor = os.open(self._root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._refused(f"refused to read {name}", error) from error
+        with os.fdopen(descriptor, "rb") as file:
+            return file.read()
+
+    def _refused(self, what: str, error: OSError) -> StorageError:
+        mend = {
+            errno.ENOSPC: "free some space, or name a root on a larger disk",
+            errno.EDQUOT: "raise the quota, or name another root",
+            errno.EROFS: "mount it for writing, or name another root",
+            errno.EACCES: "let the engine's user write there, or name another root",
+            errno.ELOOP: "records are never symbolic links: somebody put one there; remove it",
+        }.get(error.errno or 0)
+        return StorageError(f"the store {self._root} {what}: {error.strerror or error}", mend=mend)
+
+
+def _remove_if_orphan(part: Path) -> None:
+    try:
+        descriptor = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return  # renamed or removed meanwhile, or a link: not ours to judge
+    try:
+        if time.time() - os.fstat(descriptor).st_mtime < _YOUNG_S:
+            return
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        part.unlink(missing_ok=True)
+        log.info("removed leftover of a killed writer file=%s", part.name)
+    except BlockingIOError:
+        pass  # its writer lives
+    finally:
+        os.close(descriptor)
+
+
+def _message(marker: bytes) -> str:
+    try:
+        return str(json.loads(marker)["error"])
+    except (ValueError, KeyError, TypeError):
+        return "the engine failed to write it and could not say why; its disk may be full"

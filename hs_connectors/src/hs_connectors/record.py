@@ -1,0 +1,132 @@
+"""The byte layout of a record: one safetensors payload that any safetensors library reads.
+
+Tensors: `hidden_states` (as its codec stores it) and `token_ids` int64 [T].
+Metadata (text): schema, layer_ids (JSON), dtype, verifier_fingerprint, codec, extra (JSON), crc32.
+The checksum covers the whole payload, header included, with its own eight digits as zeros.
+The README beside the source states this as a specification.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from hs_connectors.codecs import find_codec
+from hs_connectors.contract import Record
+from hs_connectors.errors import RecordCorrupt, RecordError, RecordNotFinite, SettingsError
+
+SCHEMA = "draftsmith.hidden-states/1"
+_CRC_FIELD = b'"crc32":"'
+_NO_CRC = b"00000000"
+
+
+def pack(record: Record, codec: str = "none") -> bytearray:
+    """The record as bytes.
+
+    Raises SettingsError where shapes, dtype and layer ids disagree, RecordNotFinite where a state is NaN or
+    infinite, UnknownName for the codec.
+    """
+    _check(record)
+    tensors = find_codec(codec).encode(record.hidden_states)
+    tensors["token_ids"] = record.token_ids.contiguous()
+    metadata = {
+        "schema": SCHEMA,
+        "layer_ids": json.dumps(record.layer_ids),
+        "dtype": record.dtype,
+        "verifier_fingerprint": record.verifier_fingerprint,
+        "codec": codec,
+        "extra": json.dumps(dict(record.extra)),
+        "crc32": _NO_CRC.decode(),
+    }
+    payload = bytearray(safetensors.torch.save(tensors, metadata))
+    at = _crc_position(payload)
+    payload[at : at + 8] = b"%08x" % zlib.crc32(payload)
+    return payload
+
+
+def unpack(payload: bytes | bytearray | memoryview) -> Record:
+    """The record in such bytes.
+
+    Raises RecordError where they are no record of this schema, RecordCorrupt where the checksum differs.
+    """
+    metadata = _metadata(payload)
+    if metadata.get("schema") != SCHEMA:
+        raise RecordError(
+            f"record schema {metadata.get('schema')!r}, this reader knows {SCHEMA!r}",
+            mend="install the same draftsmith-hs-connectors on both sides",
+        )
+    _verify(payload)
+    try:
+        tensors = safetensors.torch.load(bytes(payload))
+        dtype = getattr(torch, metadata["dtype"])
+        record = Record(
+            hidden_states=find_codec(metadata["codec"]).decode(tensors, dtype),
+            token_ids=tensors["token_ids"],
+            layer_ids=tuple(json.loads(metadata["layer_ids"])),
+            dtype=metadata["dtype"],
+            verifier_fingerprint=metadata["verifier_fingerprint"],
+            extra=json.loads(metadata["extra"]),
+        )
+        _check_shapes(record)
+    except (KeyError, AttributeError, ValueError, SettingsError, safetensors.SafetensorError) as error:
+        raise RecordError(f"a record with a right checksum and wrong content: {error}") from error
+    return record
+
+
+def _check(record: Record) -> None:
+    _check_shapes(record)
+    if not bool(torch.isfinite(record.hidden_states).all()):
+        bad_TK = ~torch.isfinite(record.hidden_states).all(dim=-1)
+        tokens = bad_TK.any(dim=1).nonzero().flatten().tolist()
+        layers = [record.layer_ids[k] for k in bad_TK.any(dim=0).nonzero().flatten().tolist()]
+        raise RecordNotFinite(
+            f"hidden states of layers {layers} are not finite at {len(tokens)} of {len(bad_TK)} tokens, "
+            f"the first at position {tokens[0]}",
+            mend="a verifier that overflows in this dtype usually runs in bfloat16 or float32",
+        )
+
+
+def _check_shapes(record: Record) -> None:
+    states, ids = record.hidden_states, record.token_ids
+    if states.dim() != 3 or states.shape[1] != len(record.layer_ids) or ids.shape != states.shape[:1]:
+        raise SettingsError(
+            f"hidden states {list(states.shape)} do not fit {ids.numel()} tokens and layers {list(record.layer_ids)}"
+        )
+    if ids.dtype != torch.int64 or states.dtype != getattr(torch, record.dtype, None):
+        raise SettingsError(f"a {record.dtype} record of int64 tokens, got {states.dtype} and {ids.dtype}")
+
+
+def _metadata(payload: bytes | bytearray | memoryview) -> dict[str, str]:
+    view = memoryview(payload)
+    length = int.from_bytes(view[:8], "little")
+    try:
+        header: Any = json.loads(bytes(view[8 : 8 + length]))
+        metadata = dict(header["__metadata__"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{len(view)} bytes that are not a record: {error}") from error
+    return metadata
+
+
+def _verify(payload: bytes | bytearray | memoryview) -> None:
+    view, at = memoryview(payload), _crc_position(payload)
+    found = zlib.crc32(view[at + 8 :], zlib.crc32(_NO_CRC, zlib.crc32(view[:at])))
+    if bytes(view[at : at + 8]) != b"%08x" % found:
+        raise RecordCorrupt(
+            f"record checksum {found:08x} differs from {bytes(view[at : at + 8])!r} in its header",
+            mend="the bytes changed after they were written: delete the record and capture the row again",
+        )
+
+
+def _crc_position(payload: bytes | bytearray | memoryview) -> int:
+    """Offset of the checksum's digits. Quotes inside values are escaped, so the field cannot be imitated."""
+    view = memoryview(payload)
+    end = 8 + int.from_bytes(view[:8], "little")
+    at = bytes(view[:end]).find(_CRC_FIELD)
+    if at < 0:
+        raise RecordError("record without a checksum")
+    return at + len(_CRC_FIELD)
