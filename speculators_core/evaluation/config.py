@@ -1,0 +1,42 @@
+"""What an evaluation measures, and how its numbers are counted."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from speculators_core.types import Json, StrictModel
+
+
+class EvaluationConfig(StrictModel):
+    """Settings of the runs on the engine and of the statistics over them.
+
+    The runs are greedy and stop at the end of the sequence. `run_inputs` names the fields that
+    change what the engine does, so that a cached run survives a change of, say, the seed of the bootstrap.
+    """
+
+    k: int | None = Field(default=3, ge=1, description="Drafted tokens a step; null: what the draft's config names.")
+    max_prompts: int = Field(default=128, ge=1, description="Prompts to draw, in the order of the prepared set.")
+    max_new_tokens: int = Field(default=128, ge=1, description="Longest reply in tokens.")
+    concurrency: int = Field(default=32, ge=1, description="Requests in flight, the same with and without a draft.")
+    warmup_prompts: int = Field(default=2, ge=0, description="Short requests before anything is counted or timed.")
+    dtype: str = Field(default="bfloat16", description="The engine's dtype.")
+    kv_cache_gib: float = Field(default=2.0, gt=0, description="Size of each engine's KV cache in GiB.")
+    enforce_eager: bool = Field(default=True, description="No graph capture; set false on a GPU where speed counts.")
+    startup_timeout_s: float = Field(default=300.0, gt=0, description="Longest wait for an engine to become ready.")
+
+    tie_gap: float = Field(
+        default=0.5,
+        ge=0,
+        description="Largest logit gap (nats) between two tokens that counts as a tie: a few units of bfloat16 "
+        "rounding at the size of logits (0.125 to 0.25 between 16 and 64).",
+    )
+    loop_ngram: int = Field(default=5, ge=1, description="Length of the n-grams that show a looping reply.")
+    loop_share: float = Field(default=0.3, ge=0, le=1, description="Replies above this repeated share are loops.")
+    confidence: float = Field(default=0.95, gt=0.5, lt=1, description="Of the two-sided interval over prompts.")
+    resamples: int = Field(default=10_000, ge=100, description="Bootstrap resamples.")
+    seed: int = Field(default=0, description="Of the bootstrap and of the second baseline's order.")
+
+    def run_inputs(self, *, speculation: bool) -> dict[str, Json]:
+        """The fields that a run's cache key needs; those of a run without speculation leave `k` out."""
+        names = {"max_prompts", "max_new_tokens", "concurrency", "warmup_prompts", "dtype", "enforce_eager", "seed"}
+        return self.model_dump(mode="json", include=names | ({"k"} if speculation else set()))

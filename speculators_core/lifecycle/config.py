@@ -1,0 +1,26 @@
+"""What a draft must show before it may serve."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from speculators_core.types import StrictModel
+
+
+class GateConfig(StrictModel):
+    """One rule for every promotion; see `gate.decide`."""
+
+    al_floor: float = Field(default=1.0, ge=1.0, description="Least acceptance length.")
+    al_floor_low: float | None = Field(default=None, ge=1.0, description="Least lower end of its interval.")
+    min_prompts: int = Field(default=100, ge=1, description="Fewer evaluated prompts decide nothing.")
+    max_prompts: int = Field(default=1024, ge=1, description="Prompts to go up to while the outcome is inconclusive.")
+    margin: float = Field(default=0.03, ge=0, lt=1, description="Tolerated relative loss of AL to the incumbent.")
+    domain_min_prompts: int = Field(default=50, ge=2, description="Smaller domains are reported, not gated.")
+    confidence: float = Field(default=0.95, gt=0.5, lt=1, description="Of each one-sided bound.")
+    resamples: int = Field(default=10_000, ge=100, description="Bootstrap resamples.")
+    seed: int = Field(default=0, description="Of the bootstrap.")
+    lossless: Literal["require", "report"] = Field(default="require", description="Whether lossy drafts fail.")
+    speed: Literal["require", "report"] = Field(default="require", description="Whether slower drafts fail.")
+    min_speed_ratio: float = Field(default=1.0, gt=0, description="Least tokens/s with the draft over without.")
