@@ -29,14 +29,14 @@ class ScheduleConfig(StrictModel):
 
     kind: Literal["linear", "cosine", "none"] = Field("cosine", description="shape of the decay after the warm-up")
     warmup_steps: int | None = Field(None, ge=0, description="steps of linear warm-up; null: warmup_share of the run")
-    warmup_share: float = Field(0.04, ge=0, lt=1, description="share of the run that warms up, when steps are not given")
+    warmup_share: float = Field(0.04, ge=0, lt=1, description="share of the run that warms up, without steps")
     final_factor: float = Field(0.0, ge=0, le=1, description="factor that the decay ends at")
 
 
 class ValidationConfig(StrictModel):
     """When the draft is measured on rows that it does not train on, and what that decides."""
 
-    every_steps: int | None = Field(None, ge=1, description="optimiser steps between validations; null: each epoch's end")
+    every_steps: int | None = Field(None, ge=1, description="steps between validations; null: each epoch's end")
     max_rows: int | None = Field(None, ge=1, description="rows used, the first ones of the split; null: all")
     walk_rows: int | None = Field(64, ge=0, description="rows walked for the expected acceptance length; null: all")
     walk_k: int = Field(3, ge=1, description="drafts proposed at each drafting point of the walk")

@@ -40,7 +40,7 @@ def plan_epoch(lengths: Sequence[int], capacity: int, *, seed: int, epoch: int) 
     A permutation drawn from (seed, epoch) is cut into windows; each is packed best-fit, longest first, and the packed
     rows are shuffled. The same arguments give the same plan on every machine. Every row is in exactly one packed row.
     """
-    draws = random.Random(f"{seed}/{epoch}")  # noqa: S311 — an order, not a secret; text seeds are stable across versions
+    draws = random.Random(f"{seed}/{epoch}")  # a text seed is hashed the same way in every version of Python
     order = list(range(len(lengths)))
     draws.shuffle(order)
     bins: list[tuple[int, ...]] = []
@@ -88,7 +88,7 @@ def collate(documents: Sequence[Aligned], capacity: int) -> Batch:
     start = 0
     for number, document in enumerate(documents):
         end = start + document.input_ids.shape[0]
-        assert end <= capacity, f"packed {end} tokens into a row of {capacity}"  # noqa: S101 — the plan's own promise
+        assert end <= capacity, f"packed {end} tokens into a row of {capacity}"
         batch.input_ids[start:end] = document.input_ids
         batch.loss_mask[start:end] = document.loss_mask
         batch.position_ids[start:end] = document.position_ids

@@ -1,0 +1,1 @@
+"""What happens around the training loop now and then: logging, progress, validation, checkpoints, signals."""

@@ -1,0 +1,63 @@
+"""Which of a model's tensors training owns: the trainable parameters and the persistent buffers.
+
+Frozen parameters (embedding, head, final norm) belong to the verifier: they are never saved with a run, and a warm
+start never takes them from the old draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from speculators_core.errors import TrainingError
+
+
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Trainable parameters and persistent buffers by name (views, nothing copied)."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: value.detach() for name, value in model.state_dict().items() if name not in frozen}
+
+
+@torch.no_grad()
+def load_trained_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put `trained_tensors` back. TrainingError names what is missing, unknown, or of another shape."""
+    mine = trained_tensors(model)
+    problems = [f"{name} is missing" for name in mine.keys() - tensors.keys()]
+    problems += [f"{name} is unknown" for name in tensors.keys() - mine.keys()]
+    problems += [
+        f"{name} is {tuple(tensors[name].shape)}, not {tuple(mine[name].shape)}"
+        for name in mine.keys() & tensors.keys()
+        if tensors[name].shape != mine[name].shape
+    ]
+    if problems:
+        raise TrainingError(
+            f"these weights are of another draft: {'; '.join(sorted(problems)[:4])}",
+            mend="use the algorithm settings that they were trained with, or start without them",
+        )
+    for name, value in mine.items():
+        value.copy_(tensors[name])
+
+
+@torch.no_grad()
+def load_trainable_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> int:
+    """Warm start: copy every trainable parameter of `model` from `tensors`; all else in `tensors` is left alone.
+
+    Returns the number of parameters copied. TrainingError when one is missing or has another shape.
+    """
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    problems = [f"{name} is missing" for name in trainable.keys() - tensors.keys()]
+    problems += [
+        f"{name} is {tuple(tensors[name].shape)}, not {tuple(trainable[name].shape)}"
+        for name in trainable.keys() & tensors.keys()
+        if tensors[name].shape != trainable[name].shape
+    ]
+    if problems:
+        raise TrainingError(
+            f"the draft to start from does not fit: {'; '.join(sorted(problems)[:4])}",
+            mend="use the same algorithm settings as that draft, or remove warm_start",
+        )
+    for name, parameter in trainable.items():
+        parameter.copy_(tensors[name])
+    return len(trainable)
