@@ -1,0 +1,176 @@
+"""Promotion over a registry in memory: what moves, what is refused, and what a crash or a race leaves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from speculators_core.errors import RegistryError
+from speculators_core.lifecycle.promotion import (
+    CHALLENGER,
+    CHAMPION,
+    FINGERPRINT_TAG,
+    GATE_TAG,
+    PREVIOUS,
+    RUNTIME_TAG,
+    Promotion,
+    audit_log,
+    may_serve,
+    moved_by_us,
+    promote,
+    rollback,
+)
+
+GOOD = {FINGERPRINT_TAG: "f" * 64, RUNTIME_TAG: "r" * 64, GATE_TAG: "pass"}
+
+
+class MemoryRegistry:
+    """The protocol's smallest implementation; dies after `lives` writes, as a killed process would."""
+
+    def __init__(self, versions: Mapping[str, Mapping[str, str]]) -> None:
+        self.versions = versions
+        self.aliases: dict[tuple[str, str], str] = {}
+        self.lives = 10**6
+
+    def get_alias(self, model: str, alias: str) -> str | None:
+        return self.aliases.get((model, alias))
+
+    def set_alias(self, model: str, alias: str, version: str) -> None:
+        self._live()
+        self.aliases[model, alias] = version
+
+    def delete_alias(self, model: str, alias: str) -> None:
+        self._live()
+        self.aliases.pop((model, alias), None)
+
+    def tags(self, model: str, version: str) -> Mapping[str, str]:
+        return self.versions[version]
+
+    def _live(self) -> None:
+        if self.lives == 0:
+            raise KeyboardInterrupt
+        self.lives -= 1
+
+
+@pytest.fixture
+def registry() -> MemoryRegistry:
+    return MemoryRegistry({name: GOOD for name in "123456789"})
+
+
+def move(registry: MemoryRegistry, version: str, expected: str | None, home: Path, **extra: object) -> Promotion:
+    return promote(
+        registry,
+        "chat",
+        version,
+        expected=expected,
+        verifier_fingerprint="f" * 64,
+        runtime_key="r" * 64,
+        who="a test",
+        why="because",
+        home=home,
+        **extra,  # type: ignore[arg-type]
+    )
+
+
+def test_promotion_remembers_the_displaced_champion_and_clears_the_challenger(registry, tmp_path):
+    assert move(registry, "1", None, tmp_path) == Promotion(model="chat", version="1", displaced=None, changed=True)
+    registry.set_alias("chat", CHALLENGER, "2")
+    assert move(registry, "2", "1", tmp_path).displaced == "1"
+    assert registry.aliases == {("chat", CHAMPION): "2", ("chat", PREVIOUS): "1"}
+
+
+def test_promoting_the_champion_again_changes_nothing_and_writes_nothing(registry, tmp_path):
+    move(registry, "1", None, tmp_path)
+    before = audit_log(tmp_path, "chat")
+    assert not move(registry, "1", None, tmp_path).changed
+    assert audit_log(tmp_path, "chat") == before
+
+
+def test_a_stale_view_of_the_champion_is_refused(registry, tmp_path):
+    move(registry, "1", None, tmp_path)
+    with pytest.raises(RegistryError, match="version 1, not none"):
+        move(registry, "2", None, tmp_path)
+    assert registry.get_alias("chat", CHAMPION) == "1"
+
+
+@pytest.mark.parametrize("tag", [FINGERPRINT_TAG, RUNTIME_TAG, GATE_TAG])
+@pytest.mark.parametrize("value", [None, "other"])
+def test_a_version_unproven_for_this_pair_is_refused_unless_forced_and_then_says_so(registry, tmp_path, tag, value):
+    tags = {key: found for key, found in GOOD.items() if key != tag} | ({tag: value} if value else {})
+    registry.versions = {"1": tags}
+    assert not may_serve(tags, verifier_fingerprint="f" * 64, runtime_key="r" * 64)[0]
+    with pytest.raises(RegistryError, match="may not serve"):
+        move(registry, "1", None, tmp_path)
+    assert registry.aliases == {}
+    assert move(registry, "1", None, tmp_path, force=True).changed
+    entry = audit_log(tmp_path, "chat")[-1]
+    assert entry.forced
+    assert entry.who == "a test"
+    assert "forced although" in entry.why
+
+
+def test_rollback_brings_back_the_previous_once(registry, tmp_path):
+    move(registry, "1", None, tmp_path)
+    move(registry, "2", "1", tmp_path)
+    with pytest.raises(RegistryError, match="moved meanwhile"):
+        rollback(registry, "chat", expected="1", who="t", why="w", home=tmp_path)
+    done = rollback(registry, "chat", expected="2", who="t", why="AL fell", home=tmp_path)
+    assert (done.version, done.displaced) == ("1", "2")
+    assert registry.aliases == {("chat", CHAMPION): "1"}
+    with pytest.raises(RegistryError, match="no previous"):
+        rollback(registry, "chat", expected="1", who="t", why="w", home=tmp_path)
+
+
+def test_of_two_promoters_with_one_view_exactly_one_wins(registry, tmp_path):
+    move(registry, "1", None, tmp_path)
+    outcomes: list[str] = []
+    barrier = threading.Barrier(8)
+
+    def run(version: str) -> None:
+        barrier.wait()
+        try:
+            move(registry, version, "1", tmp_path)
+            outcomes.append("won")
+        except RegistryError:
+            outcomes.append("lost")
+
+    threads = [threading.Thread(target=run, args=(str(n),)) for n in range(2, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["lost"] * 7 + ["won"]
+    assert registry.get_alias("chat", PREVIOUS) == "1"
+    assert len(audit_log(tmp_path, "chat")) == 4
+
+
+@pytest.mark.parametrize("lives", range(4))
+def test_a_promotion_killed_at_any_write_ends_right_when_run_again(registry, tmp_path, lives):
+    move(registry, "1", None, tmp_path)
+    registry.set_alias("chat", CHALLENGER, "2")
+    registry.lives = lives
+    try:
+        move(registry, "2", "1", tmp_path)
+    except KeyboardInterrupt:
+        registry.lives = 100
+        move(registry, "2", "1", tmp_path)
+    assert registry.aliases == {("chat", CHAMPION): "2", ("chat", PREVIOUS): "1"}
+    assert moved_by_us(tmp_path, "chat", "2")
+
+
+def test_the_audit_log_is_written_ahead_survives_a_torn_line_and_keeps_models_apart(registry, tmp_path):
+    registry.lives = 0
+    with pytest.raises(KeyboardInterrupt):
+        move(registry, "1", None, tmp_path)
+    assert [entry.state for entry in audit_log(tmp_path, "chat")] == ["intended"]
+    registry.lives = 100
+    with (tmp_path / "promotions.jsonl").open("a") as file:
+        file.write('{"time": 1.0, "mod')
+    assert len(audit_log(tmp_path, "chat")) == 1
+    move(registry, "1", None, tmp_path)
+    assert [entry.state for entry in audit_log(tmp_path, "chat")] == ["intended", "intended", "done"]
+    assert audit_log(tmp_path, "another") == ()
+    assert not moved_by_us(tmp_path, "chat", "2")
