@@ -1,0 +1,139 @@
+"""Every environment variable that draftsmith reads or sets, in one place.
+
+`apply_environment()` runs before Prefect or MLflow is imported: both read the environment once. It only fills in what
+is unset, so whatever the user set stays.
+
+    DRAFTSMITH_HOME        state root                                default .draftsmith
+    DRAFTSMITH_STORE       artifact store, a path or an fsspec URL   default <home>/store
+    MLFLOW_TRACKING_URI    MLflow's server or store                  default sqlite:///<home>/mlflow.db
+    MLFLOW_EXPERIMENT_NAME experiment of the runs                    default draftsmith
+    PREFECT_HOME           Prefect's state                           default <home>/prefect, never ~/.prefect
+    PREFECT_API_URL        a Prefect server that somebody runs       default none: a private one for each command
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+from functools import cache
+from pathlib import Path
+
+from pydantic import Field
+
+from speculators_core.errors import ConfigError
+from speculators_core.types import StrictModel
+
+DEFAULT_HOME = ".draftsmith"
+
+_FIXED_DEFAULTS = {
+    "DO_NOT_TRACK": "true",  # honoured by both Prefect ("1", "true") and MLflow ("true" only)
+    # Prefect: nothing pickled, nothing sent out, and a first start with migrations takes its time on a small machine
+    "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_CLOUD_ENABLE_ORCHESTRATION_TELEMETRY": "false",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "speculators_core,tasks",  # the library's log lines show in Prefect's UI
+    # MLflow: an absent server is reported after seconds, a hanging one after a minute and a half
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "GIT_PYTHON_REFRESH": "quiet",
+}
+
+
+class Settings(StrictModel):
+    """What the environment says, resolved once."""
+
+    home: Path = Field(description="state root, absolute")
+    store: str = Field(description="root of the artifact store: an absolute path or an fsspec URL")
+    tracking_uri: str = Field(description="MLflow tracking and registry store")
+    experiment: str = Field(description="MLflow experiment that holds the runs")
+    prefect_home: Path = Field(description="Prefect's own directory")
+    prefect_api_url: str | None = Field(description="a running Prefect server; None: start a private one")
+
+    @property
+    def locks(self) -> Path:
+        """Directory of the lock files."""
+        return self.home / "locks"
+
+    @property
+    def mlflow_artifacts(self) -> Path:
+        """Where artifacts lie when MLflow's store is our own SQLite file."""
+        return self.home / "mlartifacts"
+
+    @property
+    def audit_log(self) -> Path:
+        """JSON lines of every alias move."""
+        return self.home / "audit" / "aliases.jsonl"
+
+    @property
+    def sqlite_file(self) -> Path | None:
+        """The SQLite file behind `tracking_uri`, or None when MLflow is elsewhere."""
+        scheme, separator, path = self.tracking_uri.partition(":///")
+        return Path(path) if separator and scheme.startswith("sqlite") else None
+
+
+def read_settings(environ: Mapping[str, str]) -> Settings:
+    """Settings from a mapping of environment variables; empty values count as unset."""
+
+    def value(name: str) -> str | None:
+        return environ.get(name) or None
+
+    home = Path(value("DRAFTSMITH_HOME") or DEFAULT_HOME).expanduser().absolute()
+    store = value("DRAFTSMITH_STORE") or str(home / "store")
+    return Settings(
+        home=home,
+        store=store if "://" in store else str(Path(store).expanduser().absolute()),
+        tracking_uri=value("MLFLOW_TRACKING_URI") or f"sqlite:///{home / 'mlflow.db'}",
+        experiment=value("MLFLOW_EXPERIMENT_NAME") or "draftsmith",
+        prefect_home=Path(value("PREFECT_HOME") or home / "prefect").expanduser().absolute(),
+        prefect_api_url=value("PREFECT_API_URL"),
+    )
+
+
+def apply_environment(environ: MutableMapping[str, str] = os.environ) -> Settings:
+    """Fill in what Prefect and MLflow read from the environment; explicit values are left as they are.
+
+    Raises:
+        ConfigError: Prefect was imported before with another home, which would write to ~/.prefect.
+    """
+    found = read_settings(environ)
+    defaults = {
+        **_FIXED_DEFAULTS,
+        "DRAFTSMITH_HOME": str(found.home),
+        "DRAFTSMITH_STORE": found.store,
+        "MLFLOW_TRACKING_URI": found.tracking_uri,
+        "PREFECT_HOME": str(found.prefect_home),
+    }
+    for name, default in defaults.items():
+        if not environ.get(name):
+            environ[name] = default
+    # child processes may have another working directory
+    environ["DRAFTSMITH_HOME"] = str(found.home)
+    _refuse_late_call(found)
+    found.home.mkdir(parents=True, exist_ok=True)
+    found.prefect_home.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+@cache
+def settings() -> Settings:
+    """The process's settings: the environment is applied and read at the first call."""
+    return apply_environment()
+
+
+def _refuse_late_call(wanted: Settings) -> None:
+    if "prefect.settings" not in sys.modules:
+        return
+    from prefect.settings import get_current_settings
+
+    home = get_current_settings().home
+    if home.absolute() != wanted.prefect_home:
+        raise ConfigError(
+            f"Prefect was imported with its home at {home} before draftsmith set {wanted.prefect_home}",
+            mend="call tasks.adapters.settings.apply_environment() before importing prefect, or set PREFECT_HOME",
+        )
