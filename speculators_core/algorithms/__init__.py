@@ -1,0 +1,1 @@
+"""Algorithms: how to train a draft. Each folder has config, model, objective and export."""

@@ -1,0 +1,1 @@
+"""Bricks of draft models, shared by algorithms and named after none."""

@@ -1,0 +1,47 @@
+"""Root-mean-square normalisation with its gradient in closed form: float32 inside, the input's dtype outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _RmsNorm(torch.autograd.Function):
+    """One pass instead of the six small operations that autograd would record and keep."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        rstd = torch.linalg.vecdot(wide, wide)[..., None].div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        return (wide * rstd).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, rstd = ctx.saved_tensors
+        unit = x.to(rstd.dtype) * rstd
+        grad = upstream[0].to(rstd.dtype)
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, weight_grad, None
+        grad = grad * weight
+        along = torch.linalg.vecdot(grad, unit)[..., None].div_(x.shape[-1])
+        return grad.addcmul_(unit, along, value=-1).mul_(rstd).to(x.dtype), weight_grad, None
+
+
+class RMSNorm(nn.Module):
+    """x · rsqrt(mean x² + eps) · weight over the last dimension (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise; returns x's dtype."""
+        result: Tensor = _RmsNorm.apply(x, self.weight, self.eps)
+        return result

@@ -1,0 +1,233 @@
+"""How EAGLE-3 learns, and how well it would be served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from speculators_core.algorithms.eagle3.config import Eagle3Config
+from speculators_core.algorithms.eagle3.model import Drafting, Eagle3Draft
+from speculators_core.losses import UnrolledTargets, unrolled_loss
+from speculators_core.metrics import unrolled_metrics
+from speculators_core.types import Aligned, Batch, Counted, Sample, StepResult
+
+COMPAT_EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class _Unroll:
+    """Supervision of a packed row: counted_ST bool, row j counts at step s · target of (s, j) is row j + s."""
+
+    counted_ST: Tensor
+
+
+class Eagle3Objective:
+    """Teacher-forced unroll ("training-time test"): step s continues from the draft's own state of step s − 1.
+
+    After alignment row j holds token x_{j+1}, features a_j and the verifier state y_{j+1}, whose distribution
+    predicts x_{j+2}. Step s of row j is asked for x_{j+2+s}. It counts when every token that the chain has drafted
+    by then was written by the verifier and lies in the same document, so the first token of a reply is learned and
+    nothing is learned past its end. With `compat` it counts when token x_{j+1+s} is a reply's, wherever documents
+    end.
+    """
+
+    def __init__(self, config: Eagle3Config) -> None:
+        self.config = config
+
+    def align(self, sample: Sample) -> Aligned:
+        """Pair each token with the features of the token before it, as vLLM's proposer does.
+
+        The loss mask stays the token's own. Positions are those of the features (as served); only differences of
+        positions matter to the draft.
+        """
+        return Aligned(
+            input_ids=sample.input_ids[1:],
+            loss_mask=sample.loss_mask[1:],
+            position_ids=sample.position_ids[:-1],
+            aux_TAH=sample.hidden_states[:-1, :-1].flatten(1),
+            last_TH=sample.hidden_states[1:, -1],
+        )
+
+    def denominators(self, batch: Batch) -> Tensor:
+        """Counted rows of each step, float64 [S]."""
+        return self._counted(batch).sum(dim=1).to(torch.float64)
+
+    def step(self, model: nn.Module, batch: Batch, denominators: Tensor) -> StepResult:
+        """Σ_s decay^s · Σ_j ℓ(s, j) / denominators[s], with the acceptance of every step.
+
+        Metrics: `loss` and `loss_k` (their counts are this batch's share of the denominators, so that pooling a
+        step's micro-batches gives that step's loss), `<term>_loss_k` where the loss has several terms, `full_acc_k`,
+        `cond_acc_k`, and, when not `compat`, `eal_mean_positions`; without gradients also `accept_rate_k`.
+        """
+        draft = _unwrap(model)
+        teacher = draft.teacher
+        assert teacher is not None, "the model was built without its verifier"
+        config, steps = self.config, self.config.ttt_steps
+        counted_ST = self._counted(batch)
+        rows_R = self._rows(batch, counted_ST)
+        denominators_S = denominators.to(counted_ST.device, torch.float64)
+        if config.compat:
+            denominators_S = denominators_S + COMPAT_EPSILON
+        hidden_SRH = model(
+            batch.input_ids, batch.position_ids, batch.aux_TAH, Drafting(rows_R, batch.document_ids), steps
+        )
+        decay_S = config.ttt_step_loss_decay ** torch.arange(steps, dtype=torch.float64, device=rows_R.device)
+        weight_S = (decay_S / denominators_S.clamp_min(1e-9)).float()
+        targets_U, rows_SU = _pair_targets(rows_R, steps, batch.input_ids.numel())
+        weights_SU = torch.where(rows_SU >= 0, _at(counted_ST, rows_R, rows_SU) * weight_S[:, None], 0.0)
+        last_UH = batch.last_TH[targets_U]
+        compute = hidden_SRH[0].dtype
+        if rows_R.numel() == 0:
+            loss = torch.stack([h.float().sum() for h in hidden_SRH]).sum() * 0.0
+            return StepResult(loss, {})
+        evaluating = not torch.is_grad_enabled()
+        outcome = unrolled_loss(
+            hidden_SRH,
+            draft.lm_head.weight,
+            lambda window: teacher.logits(last_UH[window], compute),
+            UnrolledTargets(rows_SU, weights_SU),
+            config.loss_terms,
+            logit_scale=draft.draft_logit_scale,
+            chunk=config.loss_chunk,
+            want_acceptance=evaluating and not config.compat,
+        )
+        correct_SR = _by_row(outcome.correct_SU, rows_SU, rows_R.numel())
+        share_S = (self._counted(batch).sum(dim=1) / denominators.to(counted_ST.device).clamp_min(1e-9)).tolist()
+        metrics = self._losses(outcome.loss, outcome.term_sums_SN, share_S)
+        metrics |= unrolled_metrics(
+            correct_SR, counted_ST[:, rows_R], self._started(batch, rows_R, steps) if config.compat else None
+        )
+        if outcome.acceptance_SU is not None:
+            alpha_SR = _by_row(outcome.acceptance_SU, rows_SU, rows_R.numel())
+            for number in range(steps):
+                chosen = counted_ST[number, rows_R]
+                metrics[f"accept_rate_{number}"] = Counted(
+                    float(alpha_SR[number][chosen].sum()), float(chosen.sum())
+                )
+        return StepResult(outcome.loss, metrics)
+
+    @torch.no_grad()
+    def walk(self, model: nn.Module, aligned: Aligned, k: int) -> Sequence[int]:
+        """Draft as vLLM does along one greedy reply: at row i, accept L ≤ k, go on at row i + L + 1.
+
+        A chain only matters up to its first rejection, and until then the tokens that it feeds itself are the
+        reply's: so one teacher-forced unroll of all rows gives every acceptance length, and the walk picks those
+        that serving would land on. Accepted means that the draft's argmax is the reply's token (decision 18); each
+        run of reply tokens is one reply. Serving first drafts after the reply's first token, which comes with the
+        prompt, and not after its last.
+
+        Returns:
+            L at each drafting point, in order.
+        """
+        draft = _unwrap(model)
+        length = aligned.input_ids.numel()
+        mask = aligned.loss_mask.bool()
+        rows_R = (mask[:-1] & mask[1:]).nonzero().squeeze(1)
+        if rows_R.numel() == 0:
+            return []
+        documents = torch.zeros(length, dtype=torch.int64, device=rows_R.device)
+        hidden_SRH = draft(
+            aligned.input_ids, aligned.position_ids, aligned.aux_TAH, Drafting(rows_R, documents), k
+        )
+        head_DH = draft.lm_head.weight.to(hidden_SRH[0].dtype)
+        reply_TP = functional.pad(torch.where(mask, aligned.input_ids, -1), (0, k + 1), value=-1)
+        alive_R = torch.ones_like(rows_R, dtype=torch.bool)
+        accepted_R = torch.zeros_like(rows_R)
+        for step, hidden_RH in enumerate(hidden_SRH):
+            proposed_R = torch.cat(
+                [(part @ head_DH.T).argmax(-1) for part in hidden_RH.to(head_DH.dtype).split(self.config.loss_chunk)]
+            )
+            if draft.d2t is not None:
+                proposed_R = proposed_R + draft.d2t[proposed_R]
+            wanted_R = reply_TP[rows_R + 1 + step]
+            if step:  # a reply's end is the end of its chain: the next run is another reply
+                alive_R = alive_R & (reply_TP[rows_R + step] >= 0)
+            alive_R = alive_R & (proposed_R == wanted_R)
+            accepted_R += alive_R
+        return _walk(rows_R.tolist(), accepted_R.tolist())
+
+    def _counted(self, batch: Batch) -> Tensor:
+        """bool [S, T]: which rows count at which step."""
+        steps, mask, documents = self.config.ttt_steps, batch.loss_mask.bool(), batch.document_ids
+        counted = torch.zeros(steps, mask.numel(), dtype=torch.bool, device=mask.device)
+        if self.config.compat:
+            for step in range(steps):
+                counted[step, : mask.numel() - step] = mask[step:]
+            return counted
+        alive = documents >= 0
+        for step in range(steps):
+            ahead = step + 1
+            alive = alive.clone()
+            alive[-ahead:] = False
+            alive[:-ahead] &= mask[ahead:] & (documents[ahead:] == documents[:-ahead])
+            counted[step] = alive
+        return counted
+
+    def _rows(self, batch: Batch, counted_ST: Tensor) -> Tensor:
+        rows = counted_ST.any(dim=0)
+        return rows.nonzero().squeeze(1)
+
+    def _started(self, batch: Batch, rows_R: Tensor, steps: int) -> Tensor:
+        """bool [S, R]: rows whose own token is a reply's and whose target lies in the row, for `compat` counts."""
+        own_R = batch.loss_mask.bool()[rows_R]
+        reach_R = batch.input_ids.numel() - rows_R
+        return torch.stack([own_R & (reach_R > step) for step in range(steps)])
+
+    def _losses(self, loss: Tensor, sums_SN: Tensor, share_S: Sequence[float]) -> dict[str, Counted]:
+        terms = self.config.loss_terms
+        metrics = {"loss": Counted(float(loss.detach()), share_S[0])}
+        for step, sums in enumerate(sums_SN.tolist()):
+            weighted = sum(term.weight * value for term, value in zip(terms, sums, strict=True))
+            metrics[f"loss_{step}"] = Counted(weighted, share_S[step])
+            if len(terms) > 1:
+                for term, value in zip(terms, sums, strict=True):
+                    metrics[f"{term.name}_loss_{step}"] = Counted(value, share_S[step])
+        return metrics
+
+
+def _walk(rows: list[int], accepted: list[int]) -> list[int]:
+    lengths: list[int] = []
+    due = -1
+    for row, count in zip(rows, accepted, strict=True):
+        if row < due:
+            continue
+        lengths.append(count)
+        due = row + count + 1
+    return lengths
+
+
+def _pair_targets(rows_R: Tensor, steps: int, length: int) -> tuple[Tensor, Tensor]:
+    """Targets [U] that any step of any row meets, and for each step the row that meets it ([S, U], −1 for none)."""
+    row_of_T = torch.full((length + steps,), -1, dtype=torch.int64, device=rows_R.device)
+    row_of_T[rows_R] = torch.arange(rows_R.numel(), device=rows_R.device)
+    wanted_T = torch.zeros(length + steps, dtype=torch.bool, device=rows_R.device)
+    for step in range(steps):
+        wanted_T[rows_R + step] = True
+    targets_U = wanted_T[:length].nonzero().squeeze(1)
+    rows_SU = []
+    for step in range(steps):
+        source_U = targets_U - step
+        rows_SU.append(torch.where(source_U >= 0, row_of_T[source_U.clamp_min(0)], -1))
+    return targets_U, torch.stack(rows_SU)
+
+
+def _at(counted_ST: Tensor, rows_R: Tensor, rows_SU: Tensor) -> Tensor:
+    """counted[s, row of (s, u)], anything where there is no row."""
+    return counted_ST[:, rows_R].gather(1, rows_SU.clamp_min(0))
+
+
+def _by_row(values_SU: Tensor, rows_SU: Tensor, count: int) -> Tensor:
+    """[S, U] to [S, R]; rows without a target get zero."""
+    out = torch.zeros(values_SU.shape[0], count + 1, dtype=values_SU.dtype, device=values_SU.device)
+    out.scatter_(1, torch.where(rows_SU >= 0, rows_SU, count), values_SU)
+    return out[:, :count]
+
+
+def _unwrap(model: nn.Module) -> Eagle3Draft:
+    inner = getattr(model, "module", model)
+    assert isinstance(inner, Eagle3Draft)
+    return inner

@@ -1,0 +1,48 @@
+"""With `compat` our numbers are the peer's. Cases come from GOLDEN_DIR (several directories, separated as in PATH)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parity.golden import GoldenCase, cases
+from tests.parity.golden_eagle3 import run_eagle3
+
+RUNNERS = {"eagle3": run_eagle3}
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.directory.name}/{case.name}")
+def test_loss_metrics_and_gradients_are_the_peers(case: GoldenCase) -> None:
+    if case.algorithm not in RUNNERS:
+        pytest.skip(f"{case.algorithm} is not built")
+    result, gradients = RUNNERS[case.algorithm](case)
+
+    assert float(result.loss) == pytest.approx(case.summary["loss"], abs=1e-5)
+    assert float(result.loss) == pytest.approx(float(case.tensors()["out.loss"]), abs=1e-5)
+
+    expected = case.summary["metrics_sum_total"]
+    assert set(result.metrics) == set(expected)
+    for name, (total, count) in expected.items():
+        counted = result.metrics[name]
+        if "acc" in name:
+            assert (counted.sum, counted.count) == (total, count), name
+        else:
+            assert counted.sum == pytest.approx(total, rel=1e-5), name
+            assert counted.count == pytest.approx(count, rel=1e-5), name
+
+    assert set(gradients) == set(case.summary["grad_norms"])
+    for name, norm in case.summary["grad_norms"].items():
+        assert float(gradients[name].norm()) == pytest.approx(norm, abs=1e-4, rel=1e-4), name
+
+
+def test_the_numbers_move_when_the_window_does() -> None:
+    """A golden test that would pass with the wrong mask proves nothing."""
+    case = next((c for c in cases() if c.algorithm == "eagle3" and c.summary["sliding_window"]), None)
+    if case is None:
+        pytest.skip("no windowed case at hand")
+    narrowed = GoldenCase(
+        case.name, case.directory, {**case.summary, "sliding_window": case.summary["sliding_window"] - 1}
+    )
+    result, _ = run_eagle3(narrowed)
+    assert abs(float(result.loss) - case.summary["loss"]) > 1e-5
+    assert torch.isfinite(result.loss)
