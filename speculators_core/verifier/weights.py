@@ -168,7 +168,8 @@ def _read(located: Mapping[str, Path], key: str, shape: tuple[int, ...]) -> Tens
             # Embedding matrices may be padded beyond the vocabulary; a narrower one contradicts config.json.
             if len(stored) != len(shape) or stored[1:] != shape[1:] or stored[0] < shape[0]:
                 raise VerifierError(f"{key} in {file} has shape {list(stored)}; config.json implies {list(shape)}")
-            return opened.get_tensor(key)[: shape[0]]
+            tensor: Tensor = opened.get_tensor(key)
+            return tensor if stored == shape else tensor[: shape[0]].clone()
     except SafetensorError as error:
         raise VerifierError(f"{file} is torn or lacks {key}: {error}", mend="copy the verifier again") from error
 

@@ -1,0 +1,319 @@
+"""Conversations from files, directories and Hugging Face data sets, in one form.
+
+Accepted records: `conversations` or `messages` holding `role`/`content` or `from`/`value` turns; optionally `id`,
+`domain`, `system`, `tools`. Tool calls, tool results and reasoning content are kept. A record that cannot be used is
+counted under a cause and never guessed at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from speculators_core.errors import DataError
+
+log = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+
+ROLES = {
+    "system": "system", "developer": "developer",
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "ipython": "tool",
+}  # fmt: skip
+_TURN_KEYS = ("messages", "conversations", "conversation")
+_ID_KEYS = ("id", "uuid", "conversation_id", "prompt_id")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_HUB = re.compile(r"^hf:(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[^:]+))?(?::(?P<rest>.+))?$")
+
+
+@dataclass(frozen=True)
+class ExactTurn:
+    """Ids of one reply as an engine produced it, and of the prompt that it answered.
+
+    `message` is the index of the reply in the conversation's messages.
+    """
+
+    message: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in OpenAI's form (role, content, tool_calls, tool_call_id, name, reasoning_content), and where from."""
+
+    id: str
+    domain: str
+    messages: tuple[Message, ...]
+    tools: Sequence[Any] | None = None
+    exact: tuple[ExactTurn, ...] = ()
+    origin: str = field(default="", compare=False)
+
+    @property
+    def first_user_turn(self) -> str:
+        """Text by which the conversation is assigned to a split; the first message's where no user speaks."""
+        for message in self.messages:
+            if message["role"] == "user":
+                return str(message["content"])
+        return str(self.messages[0]["content"]) if self.messages else ""
+
+    def assistant_turns(self) -> tuple[int, ...]:
+        """Indices of the messages that a verifier could have written: assistant's, with something before them."""
+        return tuple(i for i, message in enumerate(self.messages) if message["role"] == "assistant" and i > 0)
+
+
+class _Unusable(Exception):
+    """A record that is counted under `cause` and left out."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+def read_conversations(sources: Sequence[str], dropped: Counter[str]) -> Iterator[Conversation]:
+    """Yield usable conversations in the order of the sources; what is unusable is counted by cause in `dropped`.
+
+    Causes: invalid_json, not_an_object, no_messages, malformed_message, unknown_role, multimodal, invalid_tools.
+
+    Raises:
+        DataError: a source does not exist, is of an unknown kind, or holds no file.
+    """
+    for source in sources:
+        first_of_cause: dict[str, str] = {}
+        for origin, record in _records(source):
+            try:
+                yield normalise(record, origin=origin)
+            except _Unusable as error:
+                dropped[error.cause] += 1
+                first_of_cause.setdefault(error.cause, origin)
+        for cause, origin in first_of_cause.items():
+            log.warning("%s: left out records of cause %s, the first at %s", source, cause, origin)
+
+
+def check_sources(sources: Sequence[str]) -> None:
+    """Raise a DataError for a source that cannot exist, before anything is read."""
+    for source in sources:
+        if not _HUB.match(source):
+            _files(source)
+
+
+def normalise(record: object, *, origin: str = "") -> Conversation:
+    """One record as a Conversation; raises _Unusable with a cause (see `read_conversations`)."""
+    if isinstance(record, str):  # a line of a file, not parsed yet
+        try:
+            record = json.loads(record)
+        except json.JSONDecodeError:
+            raise _Unusable("invalid_json") from None
+    if not isinstance(record, Mapping):
+        raise _Unusable("not_an_object")
+    turns = next((record[key] for key in _TURN_KEYS if record.get(key)), None)
+    if not isinstance(turns, Sequence) or isinstance(turns, str):
+        raise _Unusable("no_messages")
+    messages = [_message(turn) for turn in turns]
+    system = record.get("system")
+    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    shift = len(messages) - len(turns)
+    identity = next((str(record[key]) for key in _ID_KEYS if record.get(key) not in (None, "")), None)
+    return Conversation(
+        id=identity or content_id(messages),
+        domain=str(record.get("domain") or "all"),
+        messages=tuple(messages),
+        tools=_tools(record.get("tools")),
+        exact=tuple(_exact(turn, shift) for turn in record.get("turns") or ()),
+        origin=origin,
+    )
+
+
+def content_id(messages: Iterable[Message]) -> str:
+    """16 hex digits of the sha256 of the messages: the identity of a record that names none."""
+    return hashlib.sha256(canonical(list(messages)).encode()).hexdigest()[:16]
+
+
+def canonical(value: object) -> str:
+    """JSON with sorted keys and no blanks: equal content, equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str)
+
+
+def engine_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as OpenAI's chat API takes them: arguments of tool calls as JSON text, reasoning as `reasoning`."""
+    result = []
+    for message in messages:
+        sent = {key: value for key, value in message.items() if key not in ("reasoning_content", "tool_calls")}
+        if message.get("reasoning_content") is not None:
+            sent["reasoning"] = message["reasoning_content"]
+        if message.get("tool_calls"):
+            sent["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+                for call in message["tool_calls"]
+            ]
+        result.append(sent)
+    return result
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: arguments as mappings, reasoning under both names in use (as vLLM does)."""
+    result = []
+    for message in messages:
+        shown = dict(message)
+        if message.get("reasoning_content") is not None:
+            shown["reasoning"] = message["reasoning_content"]
+        result.append(shown)
+    return result
+
+
+def trimmed(conversation: Conversation) -> Conversation:
+    """Without what follows the last assistant turn: nothing there can be learned."""
+    turns = conversation.assistant_turns()
+    return replace(conversation, messages=conversation.messages[: turns[-1] + 1] if turns else ())
+
+
+def _message(turn: object) -> Message:
+    if not isinstance(turn, Mapping):
+        raise _Unusable("malformed_message")
+    name = turn.get("role", turn.get("from"))
+    role = ROLES.get(str(name).lower())
+    if role is None:
+        raise _Unusable("unknown_role")
+    message: dict[str, Any] = {"role": role, "content": _text(turn.get("content", turn.get("value")))}
+    for key in ("name", "tool_call_id", "finish_reason"):
+        if isinstance(turn.get(key), str):
+            message[key] = turn[key]
+    reasoning = next((turn[key] for key in _REASONING_KEYS if isinstance(turn.get(key), str)), None)
+    if role == "assistant" and reasoning is not None:
+        message["reasoning_content"] = reasoning
+    if role == "assistant" and turn.get("tool_calls"):
+        message["tool_calls"] = [_tool_call(call) for call in turn["tool_calls"]]
+    return message
+
+
+def _text(content: object) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise _Unusable("malformed_message")
+    parts = []
+    for part in content:
+        if isinstance(part, str):
+            parts.append(part)
+        elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+            parts.append(part["text"])
+        else:
+            raise _Unusable("multimodal" if isinstance(part, Mapping) and "type" in part else "malformed_message")
+    return "\n".join(parts)  # as vLLM joins them for templates that take plain text
+
+
+def _tool_call(call: object) -> Message:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise _Unusable("malformed_message")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError:
+            raise _Unusable("malformed_message") from None
+    normal: dict[str, Any] = {
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments if isinstance(arguments, Mapping) else {}},
+    }
+    return {"id": call["id"], **normal} if isinstance(call.get("id"), str) else normal
+
+
+def _tools(value: object) -> Sequence[Any] | None:
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            raise _Unusable("invalid_tools") from None
+    if not value:
+        return None
+    if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
+        raise _Unusable("invalid_tools")
+    return [tool if tool.get("type") == "function" else {"type": "function", "function": tool} for tool in value]
+
+
+def _exact(turn: object, shift: int) -> ExactTurn:
+    try:
+        assert isinstance(turn, Mapping)
+        return ExactTurn(
+            message=int(turn["message"]) + shift,
+            prompt_token_ids=tuple(int(token) for token in turn["prompt_token_ids"]),
+            token_ids=tuple(int(token) for token in turn["token_ids"]),
+            finish_reason=turn.get("finish_reason"),
+        )
+    except (AssertionError, KeyError, TypeError, ValueError):
+        raise _Unusable("malformed_message") from None
+
+
+def _records(source: str) -> Iterator[tuple[str, object]]:
+    hub = _HUB.match(source)
+    if hub:
+        yield from _hub_records(hub)
+        return
+    for file in _files(source):
+        yield from _file_records(file)
+
+
+def _files(source: str) -> list[Path]:
+    path = Path(source)
+    if path.is_file():
+        if path.suffix not in (".json", ".jsonl"):
+            raise DataError(f"{path} is neither .json nor .jsonl", mend="convert it to JSON Lines, one record a line")
+        return [path]
+    if path.is_dir():
+        files = sorted(file for kind in ("*.jsonl", "*.json") for file in path.rglob(kind) if file.is_file())
+        if not files:
+            raise DataError(f"the directory {path} holds no .json or .jsonl file", mend="name another directory")
+        return files
+    raise DataError(
+        f"the source {source!r} does not exist",
+        mend="name a .jsonl or .json file or a directory of them, or a data set as hf:ID[:SUBSET][:SPLIT]",
+    )
+
+
+def _file_records(file: Path) -> Iterator[tuple[str, object]]:
+    if file.suffix == ".jsonl":
+        with file.open(encoding="utf-8", errors="replace") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield f"{file.name}:{number}", line
+        return
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(
+            f"{file} is not valid JSON: {error}", mend="mend it, or name it .jsonl if it holds lines"
+        ) from error
+    for number, record in enumerate(content if isinstance(content, list) else [content]):
+        yield f"{file.name}[{number}]", record
+
+
+def _hub_records(hub: re.Match[str]) -> Iterator[tuple[str, object]]:
+    import datasets
+
+    *subset, split = (hub["rest"] or "train").split(":")
+    name = hub["id"]
+    if len(subset) > 1:
+        raise DataError(f"the source {hub[0]!r} has too many parts", mend="write hf:ID[@REVISION][:SUBSET][:SPLIT]")
+    try:
+        rows = datasets.load_dataset(name, subset[0] if subset else None, split=split, revision=hub["revision"])
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"the data set {name!r} cannot be loaded: {error}",
+            mend="check id, subset and split, and that this machine reaches the hub (HF_ENDPOINT, HF_HUB_OFFLINE)",
+        ) from error
+    for number, record in enumerate(rows):
+        yield f"{name}[{number}]", record

@@ -1,0 +1,340 @@
+"""Conversations in, token rows with loss masks out.
+
+Everything that can be wrong with the input is looked for before the first token is made: the verifier, its template,
+the sources, an assistant turn, the context length. What is left out afterwards is counted by cause.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from pydantic import Field
+
+from speculators_core.data.config import DataConfig
+from speculators_core.data.conversations import (
+    Conversation,
+    ExactTurn,
+    canonical,
+    check_sources,
+    engine_messages,
+    read_conversations,
+    trimmed,
+)
+from speculators_core.data.masking import Renderings, TokenRow, Turn, clip, merge, renderings, turn_of
+from speculators_core.data.rows import Prompt, RowRecord, RowWriter, Sample
+from speculators_core.data.splits import assign, seeded_hash
+from speculators_core.data.template import ChatTemplate
+from speculators_core.errors import DataError
+from speculators_core.types import ProgressCallback, Split, StrictModel
+from speculators_core.verifier.facts import VerifierFacts, read_facts
+
+log = logging.getLogger(__name__)
+
+CHUNK = 128  # conversations tokenised in one call
+SAMPLES = 64  # rows whose messages are kept for the comparison with the engine
+
+
+class PreparationReport(StrictModel):
+    """What became of the data; holds no text, and nothing that differs between equal runs."""
+
+    conversations: int = Field(description="Usable conversations read.")
+    rows: int = Field(description="Rows written, both splits.")
+    tokens: int = Field(description="Tokens of all rows.")
+    supervised_tokens: int = Field(description="Tokens that the verifier wrote, of all rows.")
+    splits: dict[str, int] = Field(description="Rows of each split; `evaluation` counts prompts.")
+    domains: dict[str, int] = Field(description="Rows and prompts of each domain.")
+    dropped: dict[str, int] = Field(description="What was left out, by cause: records, conversations, turns or rows.")
+    truncated: int = Field(description="Rows cut at `max_length`.")
+    exact_turns: int = Field(description="Replies whose ids came from an engine as they are.")
+    realigned_turns: int = Field(description="Replies whose start was found by common prefix.")
+    shared_rows: int = Field(description="Rows that supervise several replies.")
+    fanned_out: int = Field(description="Conversations that became several rows: the template rewrites its history.")
+    near_duplicates: int = Field(description="Conversations whose first user turn repeats an earlier one.")
+    longest_row: int = Field(description="Tokens of the longest row.")
+
+
+@dataclass
+class _Tally:
+    """Counters that are filled on the way."""
+
+    dropped: Counter[str]
+    domains: Counter[str]
+    truncated: int = 0
+    exact: int = 0
+    realigned: int = 0
+    shared: int = 0
+    fanned_out: int = 0
+
+
+def prepare(
+    config: DataConfig, verifier_dir: Path, output: Path, *, progress: ProgressCallback | None = None
+) -> PreparationReport:
+    """Turn conversations into rows for the verifier, and write them to `output` (see `data.rows`).
+
+    Deterministic: equal sources, verifier and config give equal bytes. Progress counts conversations.
+
+    Raises:
+        VerifierError: not a model directory, no tokenizer, no chat template.
+        DataError: a source is missing, nothing usable in it, no assistant turn, no supervised token, or rows are to be
+            longer than the verifier's context.
+    """
+    facts = read_facts(verifier_dir)
+    context = facts.max_position_embeddings
+    if config.max_length > context:
+        raise DataError(
+            f"data.max_length is {config.max_length}, but the verifier's context ends at {context} tokens",
+            mend=f"set data.max_length to at most {context}",
+        )
+    check_sources(config.sources)
+    template = ChatTemplate.load(verifier_dir, config.template_kwargs)
+    tally = _Tally(Counter(), Counter())
+    conversations = _gather(config, tally.dropped)
+    splits, groups = assign(
+        [conversation.first_user_turn for conversation in conversations],
+        evaluation=_held_back(config.evaluation_prompts, len(conversations)),
+        validation_share=config.validation_share,
+        seed=config.seed,
+    )
+
+    writer, prompts, samples = RowWriter(), list[Prompt](), list[Sample]()
+    prompted: set[int] = set()
+    total, done = len(conversations), 0
+    for chunk in _chunks(list(zip(conversations, splits, groups, strict=True))):
+        turns = _turns([conversation for conversation, _, _ in chunk], template, facts, config.reply_cap, tally)
+        for (conversation, split, group), found in zip(chunk, turns, strict=True):
+            if split == "evaluation":
+                if group in prompted:  # near-duplicates of a held-back prompt are used for nothing
+                    tally.dropped["near_duplicate_of_evaluation"] += 1
+                elif prompt := _prompt(conversation, found, config, tally):
+                    prompts.append(prompt)
+                    prompted.add(group)
+                continue
+            _add_rows(conversation, split, found, config, tally, writer, samples)
+        done += len(chunk)
+        if progress:
+            progress(done, total)
+
+    report = _report(writer, prompts, tally, len(conversations), groups)
+    _require_supervision(report)
+    writer.write(output, prompts, samples, report.model_dump(mode="json"))
+    log.info("%d rows, %d tokens, %d prompts held back", report.rows, report.tokens, len(prompts))
+    return report
+
+
+def _gather(config: DataConfig, dropped: Counter[str]) -> list[Conversation]:
+    """Conversations that can be learned from, duplicates removed, in the order of the sources."""
+    seen: set[str] = set()
+    kept: list[Conversation] = []
+    read = 0
+    for conversation in read_conversations(config.sources, dropped):
+        read += 1
+        if not conversation.assistant_turns():
+            dropped["no_assistant_turn"] += 1
+            continue
+        conversation = trimmed(conversation)
+        content = seeded_hash(canonical([conversation.messages, conversation.tools]), 0)
+        if content in seen:
+            dropped["duplicate"] += 1
+            continue
+        seen.add(content)
+        kept.append(conversation)
+    where = ", ".join(config.sources)
+    if not read:
+        causes = ", ".join(f"{cause} {count}" for cause, count in sorted(dropped.items())) or "no record at all"
+        raise DataError(
+            f"no usable conversation in {where} ({causes})",
+            mend='write one record a line: {"messages": [{"role": "user", "content": …}, {"role": "assistant", …}]}',
+        )
+    if not kept:
+        raise DataError(
+            f"no assistant turn follows a user turn in any of the {read} conversations of {where}",
+            mend="let the verifier answer the prompts first: draftsmith data regenerate",
+        )
+    if config.max_rows is not None and len(kept) > config.max_rows:
+        dropped["beyond_max_rows"] += len(kept) - config.max_rows
+        by_hash = sorted(range(len(kept)), key=lambda i: seeded_hash(f"{kept[i].id}\n{i}", config.seed))
+        kept = [kept[i] for i in sorted(by_hash[: config.max_rows])]
+    return kept
+
+
+def _held_back(wanted: int, conversations: int) -> int:
+    """Evaluation prompts that the data can spare: at most a quarter of it."""
+    spare = conversations // 4
+    if wanted > spare:
+        log.warning("only %d conversations: %d prompts are held back, not %d", conversations, spare, wanted)
+    return min(wanted, spare)
+
+
+def _chunks(
+    items: Sequence[tuple[Conversation, Split, int]],
+) -> Iterator[list[tuple[Conversation, Split, int]]]:
+    iterator = iter(items)
+    while chunk := list(islice(iterator, CHUNK)):
+        yield chunk
+
+
+def _turns(
+    conversations: Sequence[Conversation],
+    template: ChatTemplate,
+    facts: VerifierFacts,
+    reply_cap: int | None,
+    tally: _Tally,
+) -> list[list[Turn]]:
+    """The located replies of each conversation; all renderings of the chunk are tokenised together."""
+    rendered: list[list[Renderings]] = []
+    for conversation in conversations:
+        try:
+            rendered.append(renderings(conversation, template))
+        except DataError as error:
+            tally.dropped["refused_by_template"] += 1
+            log.debug("conversation %s: %s", conversation.id, error)
+            rendered.append([])
+    texts = [text for items in rendered for item in items for text in (item.prompt, item.full)]
+    ids = iter(template.tokenise(texts))
+    ends = frozenset(facts.eos_token_id)
+    found: list[list[Turn]] = []
+    for conversation, items in zip(conversations, rendered, strict=True):
+        exact = {turn.message: turn for turn in conversation.exact}
+        turns: list[Turn] = []
+        for item in items:
+            prompt, full = next(ids), next(ids)
+            turn = _exact_turn(exact.get(item.message), prompt, facts, tally) or turn_of(
+                item, prompt, full, template, ends
+            )
+            if turn is None:
+                tally.dropped["no_boundary"] += 1
+                continue
+            if not turn.exact:
+                turn = replace(turn, reply=_spoken(conversation, turn, ends, reply_cap))
+            tally.exact += turn.exact
+            tally.realigned += not turn.aligned
+            turns.append(turn)
+        found.append(turns)
+    return found
+
+
+def _exact_turn(exact: ExactTurn | None, prompt: Sequence[int], facts: VerifierFacts, tally: _Tally) -> Turn | None:
+    """An engine's own ids, provided that they answer what this verifier's template renders today."""
+    if exact is None or not exact.token_ids:
+        return None
+    if exact.prompt_token_ids != tuple(prompt) or max(exact.token_ids) >= facts.vocab_size or min(exact.token_ids) < 0:
+        tally.dropped["stale_exact_ids"] += 1  # the reply is rendered from its text instead
+        return None
+    return Turn(exact.message, list(exact.prompt_token_ids), list(exact.token_ids), exact=True)
+
+
+def _spoken(conversation: Conversation, turn: Turn, ends: frozenset[int], reply_cap: int | None) -> Sequence[int]:
+    """The reply's ids. One that was cut off did not end: the template's end-of-turn id is not the verifier's."""
+    kept = list(turn.reply)
+    while kept and kept[-1] in ends:
+        kept.pop()
+    capped = reply_cap is not None and len(kept) >= reply_cap
+    if kept and (capped or conversation.messages[turn.message].get("finish_reason") == "length"):
+        return kept
+    return turn.reply
+
+
+def _add_rows(
+    conversation: Conversation,
+    split: Split,
+    turns: Sequence[Turn],
+    config: DataConfig,
+    tally: _Tally,
+    writer: RowWriter,
+    samples: list[Sample],
+) -> None:
+    rows = merge(turns)
+    tally.fanned_out += len(rows) > 1
+    for number, row in enumerate(rows):
+        kept = _fit(row, config, tally)
+        if kept is None:
+            continue
+        tally.shared += len(kept.turns) > 1
+        tally.domains[conversation.domain] += 1
+        identity = conversation.id if len(rows) == 1 else f"{conversation.id}#{number}"
+        record = RowRecord(
+            identity, conversation.domain, split, conversation.id, tuple(turn.message for turn in kept.turns)
+        )
+        index = writer.add(record, kept.input_ids, kept.loss_mask)
+        if len(samples) < SAMPLES:
+            last = kept.turns[-1]
+            samples.append(
+                Sample(
+                    row=index,
+                    messages=tuple(engine_messages(conversation.messages[: last.message + 1])),
+                    tools=list(conversation.tools) if conversation.tools else None,
+                    prompt_length=len(last.prompt) if last.aligned else None,
+                    exact=any(turn.exact for turn in kept.turns),
+                )
+            )
+
+
+def _fit(row: TokenRow, config: DataConfig, tally: _Tally) -> TokenRow | None:
+    """The row within `max_length` by the stated policy, or None, counted."""
+    long = len(row.input_ids) > config.max_length
+    if long and config.overlong == "drop":
+        tally.dropped["overlong"] += 1
+        return None
+    kept = clip(row, config.max_length)
+    if kept.supervised < config.min_supervised_tokens:
+        tally.dropped["overlong_prompt" if long else "too_few_supervised_tokens"] += 1
+        return None
+    tally.truncated += long
+    return kept
+
+
+def _prompt(conversation: Conversation, turns: Sequence[Turn], config: DataConfig, tally: _Tally) -> Prompt | None:
+    """The conversation's first prompt, held back; None, counted, where it cannot be asked."""
+    if not turns:
+        return None  # counted where its turns were dropped
+    first = turns[0]
+    if len(first.prompt) >= config.max_length:
+        tally.dropped["overlong_prompt"] += 1
+        return None
+    tally.domains[conversation.domain] += 1
+    return Prompt(
+        id=conversation.id,
+        domain=conversation.domain,
+        messages=tuple(engine_messages(conversation.messages[: first.message])),
+        tools=list(conversation.tools) if conversation.tools else None,
+        prompt_token_ids=tuple(first.prompt),
+        reference_token_ids=tuple(first.reply),
+    )
+
+
+def _report(
+    writer: RowWriter, prompts: Sequence[Prompt], tally: _Tally, conversations: int, groups: Sequence[int]
+) -> PreparationReport:
+    splits = Counter(record.split for record in writer.records)
+    lengths = [b - a for a, b in zip(writer.offsets, writer.offsets[1:], strict=False)]
+    return PreparationReport(
+        conversations=conversations,
+        rows=len(writer.records),
+        tokens=len(writer.input_ids),
+        supervised_tokens=sum(writer.loss_mask),
+        splits={"train": splits["train"], "validation": splits["validation"], "evaluation": len(prompts)},
+        domains=dict(sorted(tally.domains.items())),
+        dropped=dict(sorted((cause, count) for cause, count in tally.dropped.items() if count)),
+        truncated=tally.truncated,
+        exact_turns=tally.exact,
+        realigned_turns=tally.realigned,
+        shared_rows=tally.shared,
+        fanned_out=tally.fanned_out,
+        near_duplicates=sum(group != i for i, group in enumerate(groups)),
+        longest_row=max(lengths, default=0),
+    )
+
+
+def _require_supervision(report: PreparationReport) -> None:
+    if report.splits["train"] and report.supervised_tokens:
+        return
+    causes = ", ".join(f"{cause}: {count}" for cause, count in report.dropped.items()) or "none dropped"
+    raise DataError(
+        f"no supervised token is left to train on, of {report.conversations} conversations ({causes})",
+        mend="raise data.max_length, lower data.min_supervised_tokens, or check the records named in the log",
+    )
