@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import TypeAliasType
 
 if TYPE_CHECKING:  # keeps `import speculators_core.types` free of torch: command lines start fast
     from pathlib import Path
 
     from torch import Tensor, nn
 
-Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+# a named alias, because pydantic follows a plain recursive union for ever
+Json = TypeAliasType("Json", "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None")
 Split = Literal["train", "validation", "evaluation"]
 
 
