@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -52,7 +53,7 @@ class MlflowAliases:
         self._uri = tracking.uri
         self._settings = tracking.settings
         self._actor = actor
-        self._locked: set[str] = set()
+        self._local = threading.local()
 
     def get_alias(self, model: str, alias: str) -> str | None:
         """The version that the alias points at, or None: no such alias, or no such model."""
@@ -149,15 +150,16 @@ class MlflowAliases:
 
     @contextmanager
     def _held(self, model: str) -> Iterator[None]:
-        if model in self._locked:  # inside our own transaction
+        held: set[str] = self._local.__dict__.setdefault("held", set())
+        if model in held:  # inside this thread's own transaction
             yield
             return
         with file_lock(self._settings.locks, f"aliases-{model}"):
-            self._locked.add(model)
+            held.add(model)
             try:
                 yield
             finally:
-                self._locked.discard(model)
+                held.discard(model)
 
     def _record(
         self, model: str, alias: str, before: str | None, after: str | None, reason: str, forced: bool

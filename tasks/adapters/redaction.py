@@ -23,10 +23,10 @@ _SECRET_VALUES = re.compile(
     r"|(?P<keep3>X-Amz-(?:Signature|Credential|Security-Token)=)[^&\s]+"
     r"|\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,})\b"
 )
-_TEXT_KEYS = frozenset(
-    "messages conversation conversations prompt content reasoning_content reasoning text reply replies "
-    "response completion".split()
-)
+_TEXT_KEYS = frozenset({
+    "messages", "conversation", "conversations", "prompt", "content", "reasoning_content", "reasoning", "text",
+    "reply", "replies", "response", "completion",
+})  # fmt: skip
 _TEXT_SUFFIXES = frozenset({".md", ".txt", ".log", ".yaml", ".yml", ".csv"})
 _JSON_SUFFIXES = frozenset({".json", ".jsonl"})
 
@@ -83,4 +83,5 @@ def _holds_words(value: Any) -> bool:
 
 def _stand_in(value: Any) -> dict[str, Any]:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return {"withheld": "conversation text", "characters": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return {"withheld": "conversation text", "characters": len(text), "sha256": digest}

@@ -11,7 +11,6 @@ Aliases are in aliases.py.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import tempfile
 import uuid
@@ -179,7 +178,7 @@ class DraftRegistry:
             if target.is_dir():
                 verify_files(target, manifest, where=str(target))
             else:
-                os.replace(draft, target)
+                draft.replace(target)
         return target
 
     def whole(self, deployment: str, version: str) -> bool:

@@ -99,7 +99,7 @@ class StageRun:
     allow_text: bool
 
     def params(self, values: Mapping[str, Any]) -> None:
-        """Log nested settings as dotted parameters; values over 250 characters become artifacts `params/<name>.json`."""
+        """Log nested settings as dotted parameters; values over 250 characters go to artifacts `params/<name>.json`."""
         short: list[Param] = []
         for name, value in flat_params(scrub(dict(values), allow_text=self.allow_text)).items():
             text = value if isinstance(value, str) else json.dumps(value)
@@ -159,7 +159,7 @@ class StageRun:
     def files(self, path: Path, artifact_path: str | None = None) -> None:
         """Store a file, or a directory's content, with symlinks resolved; JSON and text are scrubbed on the way.
 
-        MLflow walks directories without following links and drops what lies behind them, so real files are staged first.
+        MLflow walks directories without following links and drops what lies behind them: real files are staged first.
         """
         with tempfile.TemporaryDirectory(prefix="draftsmith-upload-") as staging:
             stage_files(path, Path(staging), allow_text=self.allow_text)
