@@ -54,7 +54,8 @@ class Distribution:
     @cached_property
     def negentropy_N(self) -> Tensor:
         """Σ p ln p."""
-        return torch.linalg.vecdot(self.probs_ND, self.logits_ND) - self.lse_N
+        mean_N: Tensor = torch.linalg.vecdot(self.probs_ND, self.logits_ND)
+        return mean_N - self.lse_N
 
     def select(self, rows: Tensor) -> Distribution:
         """The same, for some rows only."""
@@ -88,7 +89,8 @@ class Pair:
     def kl_N(self) -> Tensor:
         """KL(p ‖ q)."""
         p = self.verifier
-        return p.negentropy_N - torch.linalg.vecdot(p.probs_ND, self.draft.logits_ND) + self.draft.lse_N
+        mean_N: Tensor = torch.linalg.vecdot(p.probs_ND, self.draft.logits_ND)
+        return p.negentropy_N - mean_N + self.draft.lse_N
 
 
 LossAndGradient = tuple[Tensor, Tensor]

@@ -79,7 +79,9 @@ def unrolled_loss(
     if not needs_grad:
         outcome = _run(plan, hidden_SRH, head_DH, None, None)
         return UnrolledLoss(*outcome)
-    loss, sums_SN, correct_SU, acceptance_SU = _UnrolledLoss.apply(plan, head_DH, *hidden_SRH)
+    loss, sums_SN, correct_SU, acceptance_SU = _UnrolledLoss.apply(  # type: ignore[no-untyped-call]
+        plan, head_DH, *hidden_SRH
+    )
     return UnrolledLoss(loss, sums_SN, correct_SU, acceptance_SU if want_acceptance else None)
 
 

@@ -20,7 +20,7 @@ def unrolled_metrics(correct_SR: Tensor, counted_SR: Tensor, started_SR: Tensor 
     Returns:
         `full_acc_k`: rows correct at all steps 0..k / rows counted at k ·
         `cond_acc_k`: the same / rows still correct after k − 1 ·
-        `eal_mean_positions` (not in the other convention): 1 + length of the leading run of correct steps, over rows
+        `eal` (not in the other convention): 1 + length of the leading run of correct steps, over rows
         counted at step 0. It is what drafting at *every* position would accept; serving lands on harder ones.
     """
     steps = correct_SR.shape[0]
@@ -37,5 +37,5 @@ def unrolled_metrics(correct_SR: Tensor, counted_SR: Tensor, started_SR: Tensor 
         accepted += hits
     if started_SR is None:
         chains = float(counted_SR[0].sum())
-        metrics["eal_mean_positions"] = Counted(chains + accepted, chains)
+        metrics["eal"] = Counted(chains + accepted, chains)
     return metrics

@@ -47,7 +47,9 @@ class GoldenCase:
 
 def cases() -> list[GoldenCase]:
     named = os.environ.get("GOLDEN_DIR")
-    directories = [Path(d) for d in named.split(os.pathsep) if d] if named else [FIXTURES / "numeric", FIXTURES / "numeric2"]
+    directories = [FIXTURES / "numeric", FIXTURES / "numeric2"]
+    if named:
+        directories = [Path(directory) for directory in named.split(os.pathsep) if directory]
     found = []
     for directory in directories:
         summary = json.loads((directory / "summary.json").read_text())

@@ -61,7 +61,7 @@ def build(case: GoldenCase, tensors: dict[str, Tensor]) -> tuple[Eagle3Draft, Ea
     if "d2t" in weights:
         vocabulary = checked_vocabulary(weights["d2t"], weights["t2d"], dims["vocab_size"])
     model = Eagle3Draft(config, geometry, dims["num_aux"], vocabulary)
-    model.set_head(weights["lm_head.weight"])
+    model.borrow(weights["embed_tokens.weight"], weights["lm_head.weight"])
     model.load_state_dict({name: w for name, w in weights.items() if name not in FROZEN}, strict=True)
     model.teacher = Teacher(
         weights["verifier_norm.weight"], weights["verifier_lm_head.weight"], eps=dims["rms_norm_eps"]

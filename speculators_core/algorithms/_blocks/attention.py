@@ -110,7 +110,9 @@ def attend(
         [R, heads, head_dim] in the query's dtype.
     """
     assert len(own_keys) == len(own_values)
-    result: Tensor = _Attend.apply(plan, query_RhE, key_TgE, value_TgE, *own_keys, *own_values)
+    result: Tensor = _Attend.apply(  # type: ignore[no-untyped-call]
+        plan, query_RhE, key_TgE, value_TgE, *own_keys, *own_values
+    )
     return result
 
 
@@ -176,12 +178,13 @@ def _spread(x_RgE: Tensor, groups: int) -> Tensor:
 
 def _gather(x_RhE: Tensor, groups: int) -> Tensor:
     """Sum the query heads of each kv head: the transpose of `_spread`."""
-    return x_RhE if groups == 1 else x_RhE.unflatten(1, (-1, groups)).sum(2)
+    return x_RhE if groups == 1 else x_RhE.view(x_RhE.shape[0], -1, groups, x_RhE.shape[-1]).sum(2)
 
 
 def _own_scores(query: Tensor, keys: Tensor, groups: int) -> Tensor:
     wide = torch.promote_types(query.dtype, torch.float32)
-    return torch.linalg.vecdot(query.to(wide), _spread(keys, groups).to(wide)) * query.shape[-1] ** -0.5
+    products: Tensor = torch.linalg.vecdot(query.to(wide), _spread(keys, groups).to(wide))
+    return products * query.shape[-1] ** -0.5
 
 
 def _context(plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,7 +251,8 @@ def _piece_backward(
 
 def _scores(piece: Piece, query: Tensor, key: Tensor, groups: int) -> Tensor:
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = torch.einsum("rhe,the->hrt", query.to(wide), _spread(key, groups).to(wide)) * query.shape[-1] ** -0.5
+    scores: Tensor = torch.einsum("rhe,the->hrt", query.to(wide), _spread(key, groups).to(wide))
+    scores = scores * query.shape[-1] ** -0.5
     visible = piece.visible
     if piece.causal:
         visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device).tril()

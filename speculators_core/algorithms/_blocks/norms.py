@@ -16,7 +16,8 @@ class _RmsNorm(torch.autograd.Function):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         rstd = torch.linalg.vecdot(wide, wide)[..., None].div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        return (wide * rstd).mul_(weight).to(x.dtype)
+        normed: Tensor = (wide * rstd).mul_(weight)
+        return normed.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -43,5 +44,5 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise; returns x's dtype."""
-        result: Tensor = _RmsNorm.apply(x, self.weight, self.eps)
+        result: Tensor = _RmsNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return result

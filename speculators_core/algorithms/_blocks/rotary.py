@@ -58,5 +58,5 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate(x_NhE: Tensor, rotation: Rotation) -> Tensor:
     """Turn heads [N, heads, head_dim] by their positions' angles; float32 inside, x's dtype outside."""
-    result: Tensor = _Rotate.apply(x_NhE, *rotation)
+    result: Tensor = _Rotate.apply(x_NhE, *rotation)  # type: ignore[no-untyped-call]
     return result

@@ -22,7 +22,6 @@ from speculators_core.algorithms._blocks.vocabulary import ReducedVocabulary
 
 if TYPE_CHECKING:
     from speculators_core.algorithms.eagle3.config import Eagle3Config
-    from speculators_core.verifier.facts import VerifierFacts
 
 
 class FirstLayer(DecoderLayer):
@@ -68,9 +67,9 @@ class Eagle3Draft(nn.Module):
         hidden, eps = geometry.hidden_size, geometry.rms_norm_eps
         self.config, self.geometry, self.num_aux = config, geometry, num_aux
         self.draft_logit_scale = draft_logit_scale
-        self.facts: VerifierFacts | None = None
+        self.verifier_architectures: tuple[str, ...] = ()
         self.aux_layer_ids: tuple[int, ...] = ()
-        self.embed_tokens = nn.Embedding(geometry.vocab_size, hidden, _weight=torch.empty(geometry.vocab_size, hidden))
+        self.embed_tokens = nn.Embedding(geometry.vocab_size, hidden, device="meta")
         self.input_norm = RMSNorm(num_aux * hidden, eps) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList([RMSNorm(hidden, eps) for _ in range(num_aux)]) if config.fc_norm else None
         self.fc = nn.Linear(num_aux * hidden, hidden, bias=False)
@@ -86,12 +85,15 @@ class Eagle3Draft(nn.Module):
         self.register_buffer("d2t", vocabulary.d2t if vocabulary else None)
         self.register_buffer("t2d", vocabulary.t2d if vocabulary else None)
         self.teacher: Teacher | None = None
-        self.embed_tokens.requires_grad_(False)
 
-    def set_head(self, weight_DH: Tensor) -> None:
-        """Put the vocabulary head in place; frozen in its own dtype, or float32 when it is trained."""
+    def borrow(self, embed_VH: Tensor, head_DH: Tensor) -> None:
+        """Put the verifier's embedding and head rows in place, frozen and in their own dtype.
+
+        A head that is to be trained is copied to float32.
+        """
         trained = self.config.train_lm_head
-        self.lm_head.weight = nn.Parameter(weight_DH.float() if trained else weight_DH, requires_grad=trained)
+        self.embed_tokens.weight = nn.Parameter(embed_VH, requires_grad=False)
+        self.lm_head.weight = nn.Parameter(head_DH.float().clone() if trained else head_DH, requires_grad=trained)
 
     def join(self, aux_TAH: Tensor) -> Tensor:
         """Features [T, A·H] to the draft's own width [T, H]."""
@@ -162,8 +164,6 @@ class Eagle3Draft(nn.Module):
             plan = self._plan(drafting, None if step == 0 and not narrow else drafting.rows_R, index, step)
             attended = layer.self_attn(x_NC, rows, rotation, query_rotation, plan, cache)
             hidden_NH = layer.finish(attended, residual_NH)
-            if narrow:
-                continue
         return hidden_NH
 
     def _plan(self, drafting: Drafting, rows_R: Tensor | None, layer: int, step: int) -> AttentionPlan:

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from speculators_core.algorithms.eagle3.config import Eagle3Config
 from speculators_core.algorithms.eagle3.model import Drafting, Eagle3Draft
-from speculators_core.losses import UnrolledTargets, unrolled_loss
-from speculators_core.metrics import unrolled_metrics
+from speculators_core.losses.fused import UnrolledTargets, unrolled_loss
+from speculators_core.metrics.acceptance import unrolled_metrics
 from speculators_core.types import Aligned, Batch, Counted, Sample, StepResult
 
 COMPAT_EPSILON = 1e-5
@@ -61,7 +61,7 @@ class Eagle3Objective:
 
         Metrics: `loss` and `loss_k` (their counts are this batch's share of the denominators, so that pooling a
         step's micro-batches gives that step's loss), `<term>_loss_k` where the loss has several terms, `full_acc_k`,
-        `cond_acc_k`, and, when not `compat`, `eal_mean_positions`; without gradients also `accept_rate_k`.
+        `cond_acc_k`, and, when not `compat`, `eal` (over all positions); without gradients also `accept_rate_k`.
         """
         draft = _unwrap(model)
         teacher = draft.teacher
@@ -105,9 +105,7 @@ class Eagle3Objective:
             alpha_SR = _by_row(outcome.acceptance_SU, rows_SU, rows_R.numel())
             for number in range(steps):
                 chosen = counted_ST[number, rows_R]
-                metrics[f"accept_rate_{number}"] = Counted(
-                    float(alpha_SR[number][chosen].sum()), float(chosen.sum())
-                )
+                metrics[f"accept_rate_{number}"] = Counted(float(alpha_SR[number][chosen].sum()), float(chosen.sum()))
         return StepResult(outcome.loss, metrics)
 
     @torch.no_grad()
@@ -130,9 +128,7 @@ class Eagle3Objective:
         if rows_R.numel() == 0:
             return []
         documents = torch.zeros(length, dtype=torch.int64, device=rows_R.device)
-        hidden_SRH = draft(
-            aligned.input_ids, aligned.position_ids, aligned.aux_TAH, Drafting(rows_R, documents), k
-        )
+        hidden_SRH = draft(aligned.input_ids, aligned.position_ids, aligned.aux_TAH, Drafting(rows_R, documents), k)
         head_DH = draft.lm_head.weight.to(hidden_SRH[0].dtype)
         reply_TP = functional.pad(torch.where(mask, aligned.input_ids, -1), (0, k + 1), value=-1)
         alive_R = torch.ones_like(rows_R, dtype=torch.bool)

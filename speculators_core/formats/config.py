@@ -1,0 +1,86 @@
+"""config.json of a draft in the speculators format, typed."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from speculators_core.types import StrictModel
+
+FORMAT_VERSION = "0.9.0"
+"""Version of the speculators format that is written; readers show it and do not check it."""
+
+
+class GreedyProposal(StrictModel):
+    """How the draft proposes: the only method that the format knows."""
+
+    proposal_type: Literal["greedy"] = Field(default="greedy", description="discriminator")
+    speculative_tokens: int = Field(ge=1, description="tokens that vLLM drafts at a time unless told otherwise")
+    verifier_accept_k: int = Field(default=1, ge=1, description="of the format; vLLM ignores it")
+    accept_tolerance: float = Field(default=0.0, ge=0, description="of the format; vLLM ignores it")
+
+
+class VerifierReference(StrictModel):
+    """The model that vLLM serves when it is given the draft alone."""
+
+    name_or_path: str = Field(min_length=1, description="hub id, or a local path that only this machine knows")
+    architectures: tuple[str, ...] = Field(description="copied from the verifier's config.json")
+
+
+class SpeculatorsSection(StrictModel):
+    """What vLLM needs to set speculation up."""
+
+    algorithm: str = Field(description="same as speculators_model_type")
+    default_proposal_method: Literal["greedy"] = Field(default="greedy", description="one of the proposal_types")
+    proposal_methods: tuple[GreedyProposal, ...] = Field(min_length=1, description="vLLM reads the first")
+    verifier: VerifierReference
+
+
+class SpeculatorConfig(StrictModel):
+    """Keys that every draft has. There is no `model_type`: vLLM knows the format by its absence."""
+
+    architectures: tuple[str, ...] = Field(min_length=1, description="class names of the format")
+    dtype: Literal["bfloat16"] = Field(default="bfloat16", description="of the stored floats")
+    speculators_config: SpeculatorsSection
+    speculators_model_type: str = Field(description="the algorithm; vLLM chooses its loader by it")
+    speculators_version: str = Field(default=FORMAT_VERSION, description="version of the format")
+    tie_word_embeddings: Literal[False] = Field(default=False, description="embedding and head are separate tensors")
+    transformer_layer_config: dict[str, Any] = Field(description="decoder configuration of the draft's layers")
+    transformers_version: str = Field(description="version whose configuration keys are used")
+    draft_vocab_size: int = Field(ge=1, description="rows of the draft's head")
+    target_hidden_size: int | None = Field(default=None, description="verifier's hidden size where it differs")
+
+    @model_validator(mode="after")
+    def _one_algorithm(self) -> SpeculatorConfig:
+        if self.speculators_config.algorithm != self.speculators_model_type:
+            raise ValueError("speculators_config.algorithm and speculators_model_type differ")
+        if "model_type" not in self.transformer_layer_config:
+            raise ValueError("transformer_layer_config has no model_type")
+        return self
+
+
+class FeatureDraftConfig(SpeculatorConfig):
+    """A draft that joins verifier features and continues from its own states (eagle3)."""
+
+    embed_requires_grad: bool = Field(description="whether the embedding was trained")
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] = Field(min_length=1, description="ascending and distinct")
+    fc_norm: bool = Field(description="a norm for each feature")
+    norm_before_fc: bool = Field(description="one norm over all features")
+    norm_before_residual: bool = Field(description="first residual is the normed feature")
+    norm_output: bool = Field(description="the normed state is handed on")
+
+    @model_validator(mode="after")
+    def _sound(self) -> FeatureDraftConfig:
+        ids = self.eagle_aux_hidden_state_layer_ids
+        if list(ids) != sorted(set(ids)):
+            raise ValueError(
+                f"eagle_aux_hidden_state_layer_ids {list(ids)} must be ascending and distinct, as vLLM captures them"
+            )
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc exclude each other")
+        return self
+
+
+CONFIGS: dict[str, type[SpeculatorConfig]] = {"eagle3": FeatureDraftConfig}
+"""Configuration class by speculators_model_type."""

@@ -1,0 +1,31 @@
+"""Algorithms by name. Reading names and configurations imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+
+from speculators_core.errors import ConfigError
+from speculators_core.types import Algorithm
+
+_MODULES = {"eagle3": "speculators_core.algorithms.eagle3"}
+
+
+def names() -> tuple[str, ...]:
+    """Names that `resolve` knows, sorted."""
+    return tuple(sorted(_MODULES))
+
+
+def resolve(name: str) -> Algorithm:
+    """The algorithm of that name; ConfigError with the nearest right one."""
+    module = _MODULES.get(name)
+    if module is None:
+        nearest = difflib.get_close_matches(name, _MODULES, n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose among {', '.join(names())}"
+        raise ConfigError(f"unknown algorithm {name!r}", mend=hint)
+    algorithm = import_module(module).ALGORITHM
+    assert isinstance(algorithm, Algorithm)
+    return algorithm
+
+
+__all__ = ["names", "resolve"]
