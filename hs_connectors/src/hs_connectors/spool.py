@@ -1,0 +1,145 @@
+"""A queue of writer threads between an engine that must not wait and a store that may be slow.
+
+Bounded by bytes: the caller asks `has_room` first and keeps its data where it is (for the engine: in its
+cache blocks) until there is. Every key that was submitted ends as a record or as an error marker.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hs_connectors.contract import Record, Writer
+from hs_connectors.errors import ConnectorError
+
+log = logging.getLogger(__name__)
+_RETRY_MARKERS_S = 1.0
+
+
+@dataclass(frozen=True)
+class _Job:
+    key: str
+    num_bytes: int
+    produce: Callable[[], Record]
+
+
+class Spool:
+    """Writes records in the background.
+
+    Args:
+        writer: where records go; called from all threads.
+        threads: number of writer threads (daemons: a stuck disk cannot keep a process alive).
+        max_bytes: most bytes submitted and not yet written; one larger record is let through alone.
+        on_thread_start: runs first in each thread.
+    """
+
+    def __init__(
+        self, writer: Writer, *, threads: int, max_bytes: int, on_thread_start: Callable[[], None] | None = None
+    ) -> None:
+        self._writer = writer
+        self._max_bytes = max_bytes
+        self._on_thread_start = on_thread_start
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._open: dict[str, int] = {}
+        self._markers: dict[str, str] = {}
+        self._trouble: str | None = None
+        self._threads = [
+            threading.Thread(target=self._run, name=f"hidden-states-writer-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the store takes not even error markers at present; None while it does."""
+        return self._trouble
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a record of that size may be submitted now."""
+        with self._changed:
+            return not self._open or sum(self._open.values()) + num_bytes <= self._max_bytes
+
+    def submit(self, key: str, num_bytes: int, produce: Callable[[], Record]) -> None:
+        """Queue a record; `produce` runs in a writer thread and may wait there for a copy to end."""
+        with self._changed:
+            self._open[key] = num_bytes
+        self._jobs.put(_Job(key, num_bytes, produce))
+
+    def fail(self, key: str, message: str) -> None:
+        """Queue an error marker for a record that could not even be submitted."""
+
+        def produce() -> Record:
+            raise ConnectorError(message)
+
+        self.submit(key, 0, produce)
+
+    def close(self, timeout_s: float) -> list[str]:
+        """Wait for what is queued, then publish errors for what is left; the keys of the latter."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open, timeout_s)
+            late = sorted(self._open)
+        for _ in self._threads:
+            self._jobs.put(None)
+        for key in late:
+            self._mark(key, f"the engine stopped before the record was written (waited {timeout_s:g} s)")
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return late
+
+    def _run(self) -> None:
+        if self._on_thread_start is not None:
+            self._on_thread_start()
+        while True:
+            try:
+                job = self._jobs.get(timeout=_RETRY_MARKERS_S if self._markers else None)
+            except queue.Empty:
+                self._retry_markers()
+                continue
+            if job is None:
+                return
+            self._write(job)
+
+    def _write(self, job: _Job) -> None:
+        message: str | None = "the writer thread ended unexpectedly"
+        try:
+            self._writer.put(job.key, job.produce())
+            message = None
+        except ConnectorError as error:
+            message = error.what
+        except (OSError, RuntimeError, ValueError, TypeError, MemoryError) as error:
+            message = f"{type(error).__name__}: {error}"
+        finally:
+            if message is not None:
+                self._mark(job.key, message)
+            with self._changed:
+                self._open.pop(job.key, None)
+                self._changed.notify_all()
+
+    def _mark(self, key: str, message: str) -> None:
+        log.error("hidden states not written key=%s cause=%s", key, message)
+        try:
+            self._writer.fail(key, message)
+        except (ConnectorError, OSError) as error:
+            with self._changed:
+                self._markers[key] = message
+                self._trouble = f"{message}; {error}"
+
+    def _retry_markers(self) -> None:
+        with self._changed:
+            owed = dict(self._markers)
+        for key, message in owed.items():
+            try:
+                self._writer.fail(key, message)
+            except (ConnectorError, OSError):
+                return
+            with self._changed:
+                self._markers.pop(key, None)
+                if not self._markers:
+                    self._trouble = None
+                    log.info("the store of hidden states takes writes again")

@@ -1,0 +1,131 @@
+"""Every difference between vLLM versions, in one place.
+
+Tried with 0.32.0 (CPU build, Model Runner V1). Where a name moved or a signature changed, this file
+absorbs it; the connector sees one engine.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig
+from vllm.v1.request import RequestStatus
+
+from hs_connectors.errors import SettingsError
+
+__all__ = [
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorRole",
+    "KVConnectorWorkerMetadata",
+    "SupportsHMA",
+    "cache_layer",
+    "ended_normally",
+    "engine_facts",
+    "hidden_states_group",
+    "layout",
+    "refuse_unsupported",
+    "tensor_parallel_rank",
+]
+
+layout = "LBNHC"
+"""Cache layout in which the states of one token lie together; the connector reads any, this one fastest."""
+
+
+def refuse_unsupported(config: VllmConfig, layer_ids: tuple[int, ...]) -> None:
+    """SettingsError where this engine could not capture, or would capture something else, with the flag to change."""
+    speculative = config.speculative_config
+    if speculative is None or speculative.method != "extract_hidden_states":
+        raise SettingsError(
+            "the hidden-states connector needs the speculative method extract_hidden_states",
+            mend="start the server with --speculative-config from hs_connectors.speculative_config()",
+        )
+    asked = tuple(speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
+    if asked != layer_ids:
+        raise SettingsError(
+            f"the engine captures layers {list(asked)}, the connector would label them {list(layer_ids)}",
+            mend="make both configurations from the same CaptureSettings",
+        )
+    num_layers = config.model_config.get_total_num_hidden_layers()
+    if layer_ids[-1] > num_layers:
+        raise SettingsError(
+            f"layer {layer_ids[-1]} of a verifier with {num_layers} layers",
+            mend=f"ids run from 0 (embeddings) to {num_layers} (before the final norm)",
+        )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(config.parallel_config, name, 1) > 1:
+            raise SettingsError(
+                f"{name} > 1 spreads a request's cache over ranks, which capture does not gather",
+                mend=f"start the server without {name.replace('_', '-')}",
+            )
+
+
+def hidden_states_group(caches: KVCacheConfig) -> tuple[int, int]:
+    """(index, block size) of the cache group that holds the states; SettingsError when it cannot be told.
+
+    A group may hold the states alone, or together with all attention layers (the worker sees each layer's spec
+    then, the scheduler only the first one's).
+    """
+    groups = caches.kv_cache_groups
+    found = [i for i, group in enumerate(groups) if _holds_hidden_states(group.kv_cache_spec)]
+    if not found and len(groups) == 1:
+        found = [0]
+    if len(found) != 1:
+        raise SettingsError(
+            f"{len(found)} of {len(groups)} cache groups hold hidden states, expected one",
+            mend="verifiers with multi-head latent attention cannot be captured by the engine; use the `hf` source",
+        )
+    return found[0], groups[found[0]].kv_cache_spec.block_size
+
+
+def _holds_hidden_states(spec: Any) -> bool:
+    members = getattr(spec, "kv_cache_specs", {"": spec}).values()
+    return any(isinstance(member, HiddenStateCacheSpec) for member in members)
+
+
+def cache_layer(config: VllmConfig, caches: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """The cache [blocks, K, block size, H] of hidden states on this rank; None where another pipeline stage has it."""
+    names = list(get_layers_from_vllm_config(config, CacheOnlyAttentionLayer, list(caches)))
+    return caches[names[0]] if names else None
+
+
+def tensor_parallel_rank() -> int:
+    """This worker's rank in its tensor-parallel group."""
+    return int(get_tensor_model_parallel_rank())
+
+
+def ended_normally(request: Any) -> bool:
+    """Whether a finished request ran to its end (and was not aborted, ignored or failed)."""
+    names = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+    return request.status in {getattr(RequestStatus, name) for name in names if hasattr(RequestStatus, name)}
+
+
+def engine_facts(config: VllmConfig) -> dict[str, Any]:
+    """What the engine is: versions, device and model runner."""
+    return {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": current_platform.device_type,
+        "device_name": current_platform.get_device_name() if current_platform.device_type != "cpu" else "cpu",
+        "model_runner": "v2" if getattr(config, "use_v2_model_runner", False) else "v1",
+        "model": config.model_config.model,
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+        "max_model_len": config.model_config.max_model_len,
+    }

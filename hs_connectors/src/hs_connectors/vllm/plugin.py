@@ -1,0 +1,35 @@
+"""Entry point `vllm.general_plugins`: makes the connector known by name, and refuses a mix-up of packages."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, distribution
+
+from hs_connectors.contract import CONNECTOR_NAME
+from hs_connectors.errors import SettingsError
+
+
+def register() -> None:
+    """Register the connector with vLLM; vLLM calls this in every process, some of them twice.
+
+    Raises SettingsError when another distribution that installs the import name `hs_connectors` is present.
+    """
+    refuse_shadowing()
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME)
+    except ValueError:
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, "hs_connectors.vllm.connector", "DraftsmithHiddenStates")
+
+
+def refuse_shadowing() -> None:
+    """SettingsError when the distribution `hs-connectors`, which has our import name, is installed as well."""
+    try:
+        other = distribution("hs-connectors")
+    except PackageNotFoundError:
+        return
+    raise SettingsError(
+        f"hs-connectors {other.version} installs the same import name as draftsmith-hs-connectors; "
+        "which of the two runs would depend on the search path",
+        mend="pip uninstall hs-connectors in this environment, then install draftsmith-hs-connectors again",
+    )
