@@ -25,7 +25,7 @@ class DataConfig(StrictModel):
     reply_cap: int | None = Field(
         None,
         ge=1,
-        description="Replies of at least this many tokens were cut off when they were generated: they have no end of turn.",
+        description="Replies of at least this many tokens were cut off by whoever made them: they have no end of turn.",
     )
     min_supervised_tokens: int = Field(1, ge=1, description="Rows with fewer tokens by the verifier are dropped.")
     validation_share: float = Field(0.05, ge=0.0, lt=0.5, description="Share of the conversations for validation.")

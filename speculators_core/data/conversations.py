@@ -32,6 +32,7 @@ ROLES = {
 _TURN_KEYS = ("messages", "conversations", "conversation")
 _ID_KEYS = ("id", "uuid", "conversation_id", "prompt_id")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_OURS = ("finish_reason",)  # known to us, shown to nobody
 _HUB = re.compile(r"^hf:(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[^:]+))?(?::(?P<rest>.+))?$")
 
 
@@ -149,7 +150,7 @@ def engine_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as OpenAI's chat API takes them: arguments of tool calls as JSON text, reasoning as `reasoning`."""
     result = []
     for message in messages:
-        sent = {key: value for key, value in message.items() if key not in ("reasoning_content", "tool_calls")}
+        sent = {key: value for key, value in message.items() if key not in (*_OURS, "reasoning_content", "tool_calls")}
         if message.get("reasoning_content") is not None:
             sent["reasoning"] = message["reasoning_content"]
         if message.get("tool_calls"):
@@ -165,7 +166,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as chat templates take them: arguments as mappings, reasoning under both names in use (as vLLM does)."""
     result = []
     for message in messages:
-        shown = dict(message)
+        shown = {key: value for key, value in message.items() if key not in _OURS}
         if message.get("reasoning_content") is not None:
             shown["reasoning"] = message["reasoning_content"]
         result.append(shown)
