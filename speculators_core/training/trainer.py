@@ -8,6 +8,7 @@ not depend on how a step's packed rows are spread over batches and ranks, beyond
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -101,6 +102,8 @@ class Trainer:
         self._trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._forward = _Forward(self.model, objective)
         self._parallel = DistributedDataParallel(self._forward, broadcast_buffers=False) if world.size > 1 else None
+        self._started = time.monotonic()
+        self._earlier_seconds = 0.0
         self._stop: str | None = None
         self._interrupt: str | None = None
         torch.manual_seed(config.seed + world.rank)
@@ -114,6 +117,7 @@ class Trainer:
             Interrupted: `interrupt` was called (a signal came); progress is saved.
             TrainingError: the loss or the gradient is not finite; the batch is saved beside the run.
         """
+        self._started = time.monotonic()
         try:
             self._each("on_start")
             while not self._is_over():
@@ -199,6 +203,11 @@ class Trainer:
         """Why the run ended before its last step, if it did."""
         return self._stop
 
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds spent training, those before a resume included."""
+        return self._earlier_seconds + time.monotonic() - self._started
+
     def snapshot(self) -> Checkpoint:
         """Everything needed to go on exactly, from all ranks (a collective). Tensors are views, not copies."""
         return Checkpoint(
@@ -209,6 +218,7 @@ class Trainer:
             },
             state={
                 "position": vars(self.position),
+                "seconds": self.seconds,
                 "world_size": self.world.size,
                 "config": self.config.model_dump(mode="json"),
                 "callbacks": {callback.name: callback.state() for callback in self.callbacks},
@@ -225,6 +235,7 @@ class Trainer:
         if self.world.device.type == "cuda":
             torch.cuda.set_rng_state(random[f"cuda.{self.world.rank}"], self.world.device)
         self.position = Position(**checkpoint.state["position"])
+        self._earlier_seconds = float(checkpoint.state["seconds"])
         for callback in self.callbacks:
             callback.restore(checkpoint.state["callbacks"].get(callback.name, {}))
 

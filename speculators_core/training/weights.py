@@ -16,7 +16,8 @@ from speculators_core.errors import TrainingError
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Trainable parameters and persistent buffers by name (views, nothing copied)."""
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    every = model.named_parameters(remove_duplicate=False)  # a frozen head may be known by two names
+    frozen = {name for name, parameter in every if not parameter.requires_grad}
     return {name: value.detach() for name, value in model.state_dict().items() if name not in frozen}
 
 

@@ -1,9 +1,10 @@
-"""SIGTERM and SIGINT become a request to save and stop; a second one of them acts at once."""
+"""SIGTERM and SIGINT become a request to save and stop; one that comes again later acts at once."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from speculators_core.training.trainer import Trainer
 
 HANDLED = (signal.SIGTERM, signal.SIGINT)
+ECHO_SECONDS = 3.0
+"""A launcher passes on a signal that the whole process group got: the same request, not a second one."""
 
 
 class Signals(Callback):
@@ -28,9 +31,16 @@ class Signals(Callback):
         if threading.current_thread() is not threading.main_thread():
             return
 
+        first = 0.0
+
         def handle(number: int, frame: FrameType | None) -> None:
-            self._restore()
-            trainer.interrupt(signal.Signals(number).name)
+            nonlocal first
+            if not first:
+                first = time.monotonic()
+                trainer.interrupt(signal.Signals(number).name)
+            elif time.monotonic() - first > ECHO_SECONDS:
+                self._restore()
+                signal.raise_signal(number)
 
         for number in HANDLED:
             self._former[number] = signal.signal(number, handle)

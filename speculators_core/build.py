@@ -1,0 +1,454 @@
+"""Composition root: a request in JSON becomes a trained draft. The only module that sees every part of training.
+
+    python -m speculators_core.build request.json
+
+is the child process that trains (itself under torchrun when the request asks for several processes). It writes into the
+request's output directory, so that whoever started it can follow and, after a kill, start it again:
+
+    metrics.jsonl                  one line for each logged step and validation
+    checkpoints/                   where a rerun goes on from; removed when the run has finished
+    best/                          the best weights
+    draft_vocabulary.safetensors   d2t and t2d, when the draft's vocabulary is reduced
+    result.json                    the end: numbers of the run
+    outcome.json                   finished, interrupted or failed, with the error's text
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from speculators_core import errors, registry
+from speculators_core.errors import ConfigError, DraftsmithError, Interrupted, TrainingError
+from speculators_core.training.config import TrainingConfig
+from speculators_core.types import Algorithm, Sample, StrictModel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from speculators_core.data.vocabulary import DraftVocabulary
+    from speculators_core.formats.card import ModelCard
+    from speculators_core.training.distributed import World
+    from speculators_core.training.loader import StateRow, States
+    from speculators_core.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+EXIT_INTERRUPTED = 75
+"""Exit status after a signal: progress is saved, the same command goes on. (EX_TEMPFAIL of sysexits.)"""
+RESULT, OUTCOME, VOCABULARY, BEST = "result.json", "outcome.json", "draft_vocabulary.safetensors", "best"
+
+
+class TrainRequest(StrictModel):
+    """All that a training process is told."""
+
+    states: str = Field(description="directory of the hidden-state set")
+    verifier: str = Field(description="directory of the verifier that the states come from")
+    algorithm: dict[str, Any] = Field(description="`kind`, and that algorithm's own knobs")
+    training: TrainingConfig = Field(default_factory=TrainingConfig, description="how to train")
+    draft_vocabulary_size: int | None = Field(None, ge=1, description="tokens the draft can propose; null: all")
+    output: str = Field(description="directory to write into, and to go on in")
+    warm_start: str | None = Field(
+        None, description="checkpoint or exported draft whose trainable weights to start from; null: random ones"
+    )
+
+
+class TrainReport(StrictModel):
+    """`result.json`: what a finished run has to say."""
+
+    steps: int = Field(description="optimiser steps")
+    epochs: int = Field(description="whole epochs")
+    tokens: int = Field(description="non-padding tokens trained on, repeated epochs included")
+    seconds: float = Field(description="wall-clock seconds of training, those before a resume included")
+    tokens_per_s: float = Field(description="tokens / seconds, validations and checkpoints included")
+    processes: int = Field(description="data-parallel processes")
+    clipped_rows: int = Field(description="training rows longer than row_tokens, cut to it")
+    fill: float = Field(description="share of the packed rows that is not padding")
+    best_step: int = Field(description="step of the weights in best/")
+    validation: dict[str, Any] = Field(description="loss, eal, eal_mean_positions, per_position … of the best weights")
+    stopped: str | None = Field(description="why the run ended before its last step, if it did")
+    warm_start: bool = Field(description="whether it began from another draft's weights")
+    trainable_parameters: int = Field(description="numbers that training changed")
+
+
+class Outcome(StrictModel):
+    """`outcome.json`: how the last process ended, for whoever started it."""
+
+    outcome: Literal["finished", "interrupted", "failed"] = Field(description="how it ended")
+    error: str | None = Field(None, description="class name of the error")
+    what: str | None = Field(None, description="the error's sentence")
+    mend: str | None = Field(None, description="what to do about it")
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+def train(request: TrainRequest) -> TrainReport:
+    """Train in this process (one rank of several under torchrun), going on from what the output directory holds.
+
+    Raises:
+        Interrupted: a signal came; progress is saved.
+        TrainingError, ConfigError, VerifierError, DataError, CaptureError, StoreError: see their texts.
+    """
+    from speculators_core.training.distributed import join
+
+    output = Path(request.output)
+    finished = output / RESULT
+    if finished.is_file():
+        log.info("training is finished already: %s", finished)
+        return TrainReport.model_validate_json(finished.read_text())
+    config = request.training
+    _set_threads(config)
+    with join(config.device) as world:
+        trainer, clipped, fill = _assemble(request, world)
+        trainer.fit()
+        report = _report(request, trainer, clipped, fill)
+        if world.is_main:
+            _finish(output, config, report)
+        world.barrier()
+    return report
+
+
+def _assemble(request: TrainRequest, world: World) -> tuple[Trainer, int, float]:
+    """Everything wired together and, when the output holds a checkpoint, restored."""
+    from speculators_core.training.callbacks.checkpointing import Checkpointing
+    from speculators_core.training.callbacks.metrics_log import MetricsLog
+    from speculators_core.training.callbacks.progress import ProgressReport
+    from speculators_core.training.callbacks.signals import Signals
+    from speculators_core.training.callbacks.validating import Validating
+    from speculators_core.training.loader import PackedRows
+    from speculators_core.training.trainer import Trainer
+    from speculators_core.training.validation import Validator
+
+    config, output = request.training, Path(request.output)
+    output.mkdir(parents=True, exist_ok=True)
+    algorithm, settings = algorithm_of(request.algorithm)
+    states = open_states(request, algorithm, settings)
+    vocabulary = _draft_vocabulary(request, states, world)
+    model = algorithm.build(settings, Path(request.verifier), vocabulary, config.seed)
+    if request.warm_start is not None:
+        warm_start(model, Path(request.warm_start))
+    objective = algorithm.objective(settings)
+    rows = PackedRows(states, objective, "train", config.row_tokens)
+    held_out = PackedRows(states, objective, "validation", config.row_tokens, limit=config.validation.max_rows)
+    plan = rows.epoch_plan(config.seed, 0)
+    if plan.clipped:
+        log.warning("%d of %d rows are longer than row_tokens=%d and are clipped", plan.clipped, len(rows.lengths),
+                    config.row_tokens)  # fmt: skip
+    metrics_log = MetricsLog(output / "metrics.jsonl", config.log_every_steps)
+    validator = Validator(held_out, objective, config.validation, world)
+    saving = Checkpointing(output / "checkpoints", config.checkpoint)
+    trainer = Trainer(
+        model, objective, rows, config, world=world, output=output,
+        callbacks=(
+            Signals(),
+            metrics_log,
+            ProgressReport(),
+            Validating(validator, config.validation, output / BEST, metrics_log),
+            saving,
+        ),
+    )  # fmt: skip
+    saving.resume(trainer)
+    return trainer, plan.clipped, plan.fill(config.row_tokens)
+
+
+def algorithm_of(settings: dict[str, Any]) -> tuple[Algorithm, StrictModel]:
+    """The algorithm that `settings` names by `kind`, and its typed configuration. ConfigError when either is wrong."""
+    if "kind" not in settings:
+        raise ConfigError("algorithm names no `kind`", mend=f"one of {', '.join(sorted(registry.names()))}")
+    algorithm = registry.resolve(str(settings["kind"]))
+    try:
+        return algorithm, algorithm.config.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "algorithm"
+        raise ConfigError(f"algorithm setting {where}: {first['msg']}") from error
+
+
+def open_states(request: TrainRequest, algorithm: Algorithm, settings: StrictModel) -> States:
+    """The set, reduced to the layers that the algorithm reads. ConfigError names layers that it does not hold."""
+    from speculators_core.states.sets import StateSet
+    from speculators_core.verifier.facts import read_facts
+
+    states = StateSet.open(Path(request.states))
+    depth = read_facts(Path(request.verifier)).num_hidden_layers
+    wanted = (*algorithm.aux_layers(settings, depth), depth)
+    missing = [layer for layer in wanted if layer not in states.layer_ids]
+    if missing:
+        raise ConfigError(
+            f"the hidden-state set {request.states} lacks layers {missing}; it holds {list(states.layer_ids)}",
+            mend="capture again with these layers, or name captured ones in algorithm.aux_layers",
+        )
+    places = [states.layer_ids.index(layer) for layer in wanted]
+    return states if places == list(range(len(states.layer_ids))) else _SomeLayers(states, places)
+
+
+class _SomeLayers:
+    """A set of which only some layers are handed out: one capture serves every algorithm whose layers it holds."""
+
+    def __init__(self, states: States, places: Sequence[int]) -> None:
+        self._states = states
+        self._places = list(places)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self._states.lengths
+
+    @property
+    def splits(self) -> Sequence[str]:
+        return self._states.splits
+
+    def row(self, position: int) -> StateRow:
+        row = self._states.row(position)
+        sample = Sample(row.input_ids, row.loss_mask, row.hidden_states[:, self._places], row.input_ids, row.index)
+        return _Row(row.split, sample)
+
+
+class _Row:
+    def __init__(self, split: str, sample: Sample) -> None:
+        self.index, self.split = sample.row, split
+        self.input_ids, self.loss_mask, self.hidden_states = sample.input_ids, sample.loss_mask, sample.hidden_states
+
+
+def _draft_vocabulary(request: TrainRequest, states: States, world: World) -> DraftVocabulary | None:
+    """The most frequent supervised tokens of the training rows; kept in the output for the export."""
+    from speculators_core.data.vocabulary import select_draft_vocabulary
+    from speculators_core.verifier.facts import read_facts
+
+    size = request.draft_vocabulary_size
+    verifier_size = read_facts(Path(request.verifier)).vocab_size
+    if size is None or size == verifier_size:
+        return None
+    vocabulary = select_draft_vocabulary(supervised_counts(states, verifier_size), size, verifier_size)
+    if world.is_main:
+        import safetensors.torch
+
+        tensors = {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
+        safetensors.torch.save_file(tensors, Path(request.output) / VOCABULARY)
+    return vocabulary
+
+
+def supervised_counts(states: States, verifier_size: int) -> Any:
+    """int64 [V]: how often each token is supervised in the training rows."""
+    import torch
+
+    counts = torch.zeros(verifier_size, dtype=torch.int64)
+    for position, split in enumerate(states.splits):
+        if split == "train":
+            row = states.row(position)
+            counts += torch.bincount(row.input_ids[row.loss_mask], minlength=verifier_size)
+    return counts
+
+
+def warm_start(model: nn.Module, source: Path) -> None:
+    """Copy trainable weights from a checkpoint or an exported draft; frozen parts stay those of the (new) verifier.
+
+    Raises:
+        TrainingError: it is torn, or of another shape.
+        ConfigError: there are no weights.
+    """
+    import safetensors.torch
+    from safetensors import SafetensorError
+
+    from speculators_core.training import checkpoints
+    from speculators_core.training.weights import load_trainable_parameters
+
+    path = source / "model.safetensors"
+    if not path.is_file():
+        raise ConfigError(f"warm_start {source} holds no model.safetensors", mend="name a draft or a checkpoint")
+    if (source / checkpoints.MANIFEST).is_file():
+        tensors = checkpoints.load(source).tensors["model"]
+    else:
+        try:
+            tensors = safetensors.torch.load_file(path)
+        except SafetensorError as error:
+            raise TrainingError(f"warm_start {path} cannot be read: {error}", mend="copy the draft again") from error
+    count = load_trainable_parameters(model, tensors)
+    log.info("warm start from=%s parameters=%d", source, count)
+
+
+def _report(request: TrainRequest, trainer: Trainer, clipped: int, fill: float) -> TrainReport:
+    from speculators_core.training.callbacks.validating import Validating
+
+    (validating,) = (callback for callback in trainer.callbacks if isinstance(callback, Validating))
+    assert validating.best_report is not None and validating.best_step is not None
+    position = trainer.position
+    return TrainReport(
+        steps=position.step,
+        epochs=position.epoch,
+        tokens=position.tokens,
+        seconds=round(trainer.seconds, 2),
+        tokens_per_s=round(position.tokens / max(trainer.seconds, 1e-9), 1),
+        processes=trainer.world.size,
+        clipped_rows=clipped,
+        fill=round(fill, 4),
+        best_step=validating.best_step,
+        validation=validating.best_report.model_dump(mode="json"),
+        stopped=trainer.stop_reason,
+        warm_start=request.warm_start is not None,
+        trainable_parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+    )
+
+
+def _finish(output: Path, config: TrainingConfig, report: TrainReport) -> None:
+    from speculators_core.training import checkpoints
+
+    _write(output / RESULT, report.model_dump_json(indent=1))
+    if not config.checkpoint.keep_when_finished:
+        checkpoints.prune(output / "checkpoints", 0)
+
+
+def _set_threads(config: TrainingConfig) -> None:
+    import torch
+
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // processes))
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+# ------------------------------------------------------------------------------------------------ export
+
+
+def export(request: TrainRequest, training: Path, publish: str, target: Path, card: ModelCard) -> Path:
+    """Write the best weights of a finished run as vLLM loads them: config.json, model.safetensors, README.md.
+
+    Args:
+        training: output directory of the run (wherever it lies now).
+        publish: name of the verifier to write into the draft: a hub id, or a path.
+        target: the draft's directory.
+
+    Raises:
+        TrainingError: the weights are torn.
+        FormatError: vLLM would not serve it.
+    """
+    import safetensors.torch
+
+    from speculators_core.data.vocabulary import DraftVocabulary
+    from speculators_core.formats.directory import write_draft
+    from speculators_core.training import checkpoints
+    from speculators_core.training.weights import load_trained_tensors
+
+    algorithm, settings = algorithm_of(request.algorithm)
+    vocabulary = None
+    if (training / VOCABULARY).is_file():
+        vocabulary = DraftVocabulary(**safetensors.torch.load_file(training / VOCABULARY))
+    model = algorithm.build(settings, Path(request.verifier), vocabulary, request.training.seed)
+    load_trained_tensors(model, checkpoints.load(training / BEST).tensors["model"])
+    return write_draft(target, algorithm.export(settings, model, publish), card)
+
+
+def export_untrained(
+    algorithm_settings: dict[str, Any], verifier: Path, draft_vocabulary_size: int | None, publish: str, target: Path,
+    card: ModelCard,
+) -> Path:  # fmt: skip
+    """Write a draft of this shape with random weights: what a pre-flight loads before the expensive part begins."""
+    import torch
+
+    from speculators_core.data.vocabulary import select_draft_vocabulary
+    from speculators_core.formats.directory import write_draft
+    from speculators_core.verifier.facts import read_facts
+
+    algorithm, settings = algorithm_of(algorithm_settings)
+    verifier_size = read_facts(verifier).vocab_size
+    vocabulary = None
+    if draft_vocabulary_size is not None and draft_vocabulary_size != verifier_size:
+        counts = torch.ones(verifier_size, dtype=torch.int64)
+        vocabulary = select_draft_vocabulary(counts, draft_vocabulary_size, verifier_size)
+    model = algorithm.build(settings, verifier, vocabulary, 0)
+    return write_draft(target, algorithm.export(settings, model, publish), card)
+
+
+# ------------------------------------------------------------------------------------------------ the child process
+
+
+def train_command(request_file: Path, *, python: str = sys.executable) -> list[str]:
+    """The command that trains as asked in `request_file`; it ends with 0, EXIT_INTERRUPTED, or 1."""
+    return [python, "-m", "speculators_core.build", str(request_file)]
+
+
+def read_outcome(output: Path) -> TrainReport:
+    """The report of a training process that has ended, or the error that it ended with, raised here again."""
+    try:
+        outcome = Outcome.model_validate_json((output / OUTCOME).read_text())
+    except (FileNotFoundError, ValidationError) as error:
+        raise TrainingError(
+            f"the training process ended without a word; {output / OUTCOME} does not tell why",
+            mend="see its log (out of memory?), then start again: it goes on from its last checkpoint",
+        ) from error
+    if outcome.outcome == "finished":
+        return TrainReport.model_validate_json((output / RESULT).read_text())
+    kind = getattr(errors, outcome.error or "", TrainingError)
+    assert isinstance(kind, type) and issubclass(kind, DraftsmithError)
+    raise kind(outcome.what or "training failed", mend=outcome.mend)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Child process: train, and leave `outcome.json`; several processes are launched by torchrun on this module."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    (request_file,) = argv
+    request = TrainRequest.model_validate_json(Path(request_file).read_text())
+    output = Path(request.output)
+    if request.training.processes > 1 and "LOCAL_RANK" not in os.environ:
+        return _launch(request_file, request)
+    is_main = os.environ.get("RANK", "0") == "0"
+    if is_main:
+        (output / OUTCOME).unlink(missing_ok=True)
+    try:
+        train(request)
+        outcome, status = Outcome(outcome="finished"), 0
+    except DraftsmithError as error:
+        stopped = isinstance(error, Interrupted)
+        outcome = Outcome(
+            outcome="interrupted" if stopped else "failed", error=type(error).__name__, what=error.what, mend=error.mend
+        )
+        status = EXIT_INTERRUPTED if stopped else 1
+        log.error("%s", error)
+    except BaseException as error:
+        _leave(output, Outcome(outcome="failed", error="TrainingError", what=f"{type(error).__name__}: {error}"))
+        raise
+    if is_main or outcome.outcome == "failed":
+        _leave(output, outcome)
+    return status
+
+
+def _launch(request_file: str, request: TrainRequest) -> int:
+    """Run the ranks under torchrun in this process; signals reach them through it."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    output = Path(request.output)
+    (output / OUTCOME).unlink(missing_ok=True)
+    count = request.training.processes
+    options = ["--standalone", f"--nproc-per-node={count}", "--shutdown-timeout=60"]
+    try:
+        torchrun([*options, "-m", "speculators_core.build", request_file])
+    except (ChildFailedError, SignalException) as error:
+        log.error("torchrun: %s", type(error).__name__)
+    try:
+        outcome = Outcome.model_validate_json((output / OUTCOME).read_text())
+    except FileNotFoundError:
+        return 1
+    return {"finished": 0, "interrupted": EXIT_INTERRUPTED, "failed": 1}[outcome.outcome]
+
+
+def _leave(output: Path, outcome: Outcome) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    _write(output / OUTCOME, outcome.model_dump_json(indent=1))
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(text + "\n")
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
