@@ -1,0 +1,378 @@
+"""Capture of the verifier's hidden states: by vLLM, or by a Hugging Face forward, into one kind of set.
+
+Both sources pass the same gates and write the same shards; the set says which it was. A capture that was killed goes on
+after its last finished shard.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from hs_connectors.contract import CaptureSettings, Handle, Reader, kv_transfer_config, speculative_config
+from hs_connectors.errors import ConnectorError, SettingsError
+from hs_connectors.registry import open_reader
+from pydantic import Field
+
+from speculators_core.engine.runtime import Runtime
+from speculators_core.engine.server import Engine, ServerSpec, serve
+from speculators_core.errors import CaptureError, ConfigError, DiskSpaceError
+from speculators_core.states.collect import Collector, Rows, WithoutLastToken, content_of, each, ids_of
+from speculators_core.states.config import CaptureConfig
+from speculators_core.states.gates import check_layers, check_record, check_states
+from speculators_core.states.parity import ParityGate, ParityReport
+from speculators_core.states.sets import StateSet
+from speculators_core.states.shards import StatesFacts
+from speculators_core.states.source import Tally, request_states
+from speculators_core.store import storage_errors
+from speculators_core.types import ProgressCallback, StrictModel
+from speculators_core.verifier.facts import VerifierFacts, read_facts
+
+RECORDS_NAME = ".records"
+
+
+class CaptureReport(StrictModel):
+    """What a capture did; all but the last five fields describe the whole set."""
+
+    source: str = Field(description="engine or hf")
+    layer_ids: tuple[int, ...] = Field(description="captured layers")
+    dtype: str = Field(description="dtype of the states")
+    rows: int = Field(description="rows of the set")
+    tokens: int = Field(description="tokens of the set")
+    shards: int = Field(description="shards of the set")
+    num_bytes: int = Field(description="bytes of the set's states")
+    parity: ParityReport | None = Field(
+        description="comparison with an independent forward; null where none was asked for"
+    )
+    captured_rows: int = Field(description="rows captured in this run")
+    captured_tokens: int = Field(description="tokens captured in this run")
+    reused_shards: int = Field(description="shards that an earlier, cut-off run had finished")
+    retried_rows: int = Field(description="captures that had to be repeated")
+    seconds: float = Field(description="time of the requests in this run, engine start and parity not included")
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Captured tokens per second of this run; 0 when nothing was left to capture."""
+        return self.captured_tokens / self.seconds if self.seconds and self.captured_tokens else 0.0
+
+
+def estimate_bytes(rows: Rows, facts: VerifierFacts, layer_ids: Sequence[int], dtype: str) -> int:
+    """Bytes of the finished set: tokens × (K · H · bytes of the dtype + ids and mask)."""
+    tokens = sum(int(row.input_ids.shape[0]) for row in each(rows))
+    return tokens * _bytes_per_token(facts, layer_ids, dtype)
+
+
+def require_disk(path: Path, num_bytes: int) -> None:
+    """Refuse to start what will not fit.
+
+    Raises:
+        DiskSpaceError: with the need, what is free, and the cures.
+    """
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if num_bytes > free:
+        raise DiskSpaceError(
+            f"the hidden states need {_gib(num_bytes)}, and {_gib(free)} are free at {path}",
+            mend="free space, point DRAFTSMITH_HOME at a larger disk, or take fewer rows (data.max_rows)",
+        )
+
+
+def records_config(config: CaptureConfig, workspace: Path) -> dict[str, Any]:
+    """Where records travel: the recipe's own backend settings, else a directory in the workspace."""
+    if config.backend_config or config.backend != "file":
+        return dict(config.backend_config)
+    # Records live for seconds and are captured again after a crash: waiting for the disk would only cost time.
+    return {"root": str(workspace.absolute() / RECORDS_NAME), "fsync": False}
+
+
+def capture_server(
+    config: CaptureConfig,
+    verifier_dir: Path,
+    layer_ids: Sequence[int],
+    fingerprint: str,
+    workspace: Path,
+    *,
+    max_model_len: int | None = None,
+    trust_remote_code: bool = False,
+) -> ServerSpec:
+    """The server that `capture` talks to.
+
+    Raises:
+        ConfigError: the layer ids or the backend's settings are wrong.
+    """
+    try:
+        settings = CaptureSettings(
+            backend=config.backend,
+            backend_config=records_config(config, workspace),
+            layer_ids=tuple(layer_ids),
+            verifier_fingerprint=fingerprint,
+            codec=config.codec,
+        )
+    except SettingsError as error:
+        raise ConfigError(error.what, mend=error.mend) from error
+    return ServerSpec(
+        model=str(verifier_dir),
+        dtype=config.dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        kv_cache_gib=config.kv_cache_gib,
+        speculative=speculative_config(settings),
+        kv_transfer=kv_transfer_config(settings),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def capture_rows(
+    rows: Rows,
+    runtime: Runtime | None,
+    layer_ids: Sequence[int],
+    fingerprint: str,
+    config: CaptureConfig,
+    workspace: Path,
+    *,
+    verifier_dir: Path,
+    home: Path,
+    trust_remote_code: bool = False,
+    progress: ProgressCallback | None = None,
+) -> CaptureReport:
+    """Capture all rows into `workspace`, by the source that the configuration names; starts the engine only if needed.
+
+    Args:
+        rows: token rows, e.g. a prepared data set.
+        runtime: the vLLM to use; unused by source "hf".
+        layer_ids: ascending; the last is the number of layers.
+        fingerprint: digest of the verifier.
+        workspace: survives kills; becomes the set.
+        home: state root for the engine's logs and pid files.
+
+    Raises:
+        ConfigError, DataError, DiskSpaceError: before anything expensive.
+        CaptureError: a gate failed, or the engine died; finished shards are kept.
+    """
+    facts = read_facts(verifier_dir)
+    layers = check_layers(layer_ids, facts.num_hidden_layers)
+    collector = _collector(rows, facts, layers, fingerprint, config, workspace)
+    if config.source == "hf":
+        return _capture_hf(rows, collector, config, workspace, verifier_dir, trust_remote_code, progress)
+    length = _context_for(collector, facts)
+    with ThreadPoolExecutor(1, thread_name_prefix="parity") as pool:
+        # The reference forward runs while the engine starts, which mostly waits for imports.
+        gate = ParityGate(rows, collector, config, verifier_dir, facts, trust_remote_code)
+        prepared = pool.submit(gate.prepare)
+        if not collector.missing():
+            prepared.result()
+            return _finish(collector, gate, workspace, Tally())
+        if runtime is None:
+            raise ConfigError("a capture by the engine needs a runtime")
+        spec = capture_server(
+            config,
+            verifier_dir,
+            layers,
+            fingerprint,
+            workspace,
+            max_model_len=length,
+            trust_remote_code=trust_remote_code,
+        )
+        with serve(runtime, spec, home=home) as engine:
+            prepared.result()
+            tally = request_states(rows, collector, gate, engine, config, _reader(config, workspace), progress)
+    return _finish(collector, gate, workspace, tally)
+
+
+def capture(
+    rows: Rows,
+    engine: Engine,
+    layer_ids: Sequence[int],
+    fingerprint: str,
+    config: CaptureConfig,
+    workspace: Path,
+    *,
+    verifier_dir: Path,
+    progress: ProgressCallback | None = None,
+) -> CaptureReport:
+    """Capture all rows through an engine that runs already (see `capture_server`).
+
+    Raises:
+        ConfigError, DataError, DiskSpaceError: before the first request.
+        CaptureError: a gate failed, or the engine died; finished shards are kept.
+    """
+    facts = read_facts(verifier_dir)
+    layers = check_layers(layer_ids, facts.num_hidden_layers)
+    collector = _collector(rows, facts, layers, fingerprint, config, workspace)
+    _context_for(collector, facts)
+    gate = ParityGate(rows, collector, config, verifier_dir, facts, False)
+    gate.prepare()
+    tally = request_states(rows, collector, gate, engine, config, _reader(config, workspace), progress)
+    return _finish(collector, gate, workspace, tally)
+
+
+def store_handles(
+    rows: Rows,
+    handles: Mapping[int, Handle],
+    reader: Reader,
+    layer_ids: Sequence[int],
+    fingerprint: str,
+    config: CaptureConfig,
+    workspace: Path,
+    *,
+    verifier_dir: Path,
+    progress: ProgressCallback | None = None,
+) -> CaptureReport:
+    """Turn records that were captured while replies were generated into a set.
+
+    Args:
+        rows: prompt and reply of each row. The last token was never an input: the set's rows are one token shorter.
+        handles: row index -> address of its record. Records are deleted when their shard is on disk, so that a killed
+            run can be repeated.
+
+    Raises:
+        as `capture`; CaptureError also for a row without a handle.
+    """
+    facts = read_facts(verifier_dir)
+    layers = check_layers(layer_ids, facts.num_hidden_layers)
+    inputs = WithoutLastToken(rows)
+    collector = _collector(inputs, facts, layers, fingerprint, config, workspace)
+    gate = ParityGate(inputs, collector, config, verifier_dir, facts, False)
+    gate.prepare()
+    tally = Tally()
+    started = time.monotonic()
+    missing = collector.missing()
+    for done, position in enumerate(missing):
+        row = inputs.row(position)
+        handle = handles.get(row.index)
+        if handle is None:
+            raise CaptureError(
+                f"row {row.index} has no captured record", mend="regenerate it, or capture the rows anew"
+            )
+        try:
+            record = reader.get(handle, config.record_timeout_s)
+        except ConnectorError as error:
+            raise CaptureError(
+                f"the record of row {row.index} cannot be read: {error.what}",
+                mend=error.mend or "capture the rows anew",
+            ) from error
+        check_record(record, row.index, ids_of(row), collector.facts)
+        durable = collector.add(content_of(row, record.hidden_states))
+        tally.add(record)
+        for index in durable:
+            reader.delete(handles[index])
+        if progress is not None:
+            progress(done + 1, len(missing))
+    tally.seconds = time.monotonic() - started
+    return _finish(collector, gate, workspace, tally)
+
+
+def _collector(
+    rows: Rows, facts: VerifierFacts, layers: tuple[int, ...], fingerprint: str, config: CaptureConfig, workspace: Path
+) -> Collector:
+    """Plan or resume, and refuse at once what will not fit on the disk."""
+    states = StatesFacts(
+        layer_ids=layers,
+        hidden_size=facts.hidden_size,
+        dtype=config.dtype,
+        verifier_fingerprint=fingerprint,
+        source=config.source,
+    )
+    with storage_errors(workspace, "preparing a capture"):
+        workspace.mkdir(parents=True, exist_ok=True)
+    collector = Collector(rows, states, workspace, config.shard_tokens)
+    require_disk(workspace, int(collector.missing_tokens() * states.bytes_per_token * 1.02))
+    return collector
+
+
+def _context_for(collector: Collector, facts: VerifierFacts) -> int:
+    """The context that the longest row needs (one token is generated after it, one more is speculated on).
+
+    Raises:
+        CaptureError: it is longer than the verifier's.
+    """
+    needed = collector.longest + 1
+    if needed > facts.max_position_embeddings:
+        raise CaptureError(
+            f"the longest row has {collector.longest} tokens, and the verifier's context holds "
+            f"{facts.max_position_embeddings}, one of which is generated",
+            mend=f"set data.max_length to at most {facts.max_position_embeddings - 1}",
+        )
+    return min(needed + 8, facts.max_position_embeddings)
+
+
+def _reader(config: CaptureConfig, workspace: Path) -> Reader:
+    try:
+        return open_reader(config.backend, records_config(config, workspace))
+    except SettingsError as error:
+        raise ConfigError(f"capture.backend: {error.what}", mend=error.mend) from error
+
+
+def _capture_hf(
+    rows: Rows,
+    collector: Collector,
+    config: CaptureConfig,
+    workspace: Path,
+    verifier_dir: Path,
+    trust_remote_code: bool,
+    progress: ProgressCallback | None,
+) -> CaptureReport:
+    from speculators_core.states.hf import HiddenStateForward
+
+    tally, missing = Tally(), collector.missing()
+    layers = collector.facts.layer_ids
+    if missing:
+        forward = HiddenStateForward(verifier_dir, layers, config.dtype, trust_remote_code=trust_remote_code)
+        started = time.monotonic()
+        for position in missing:
+            row = rows.row(position)
+            ids = ids_of(row)
+            states = forward(ids)
+            check_states(states, f"row {row.index}", layers, varied=bool((ids != ids[0]).any()))
+            collector.add(content_of(row, states))
+            tally.rows += 1
+            tally.tokens += ids.shape[0]
+            if progress is not None:
+                progress(tally.rows, len(missing))
+        tally.seconds = time.monotonic() - started
+    return _finish(collector, None, workspace, tally)
+
+
+def _finish(collector: Collector, gate: ParityGate | None, workspace: Path, tally: Tally) -> CaptureReport:
+    """The last gate, then the index that makes the directory a set."""
+    parity = None
+    if gate is not None and not collector.missing():
+        parity = gate.conclude(StateSet(workspace, collector.draft_index({})))
+    facts = collector.facts
+    report = CaptureReport(
+        source=facts.source,
+        layer_ids=facts.layer_ids,
+        dtype=facts.dtype,
+        rows=collector.num_rows,
+        tokens=collector.num_tokens,
+        shards=collector.num_shards,
+        num_bytes=collector.num_tokens * facts.bytes_per_token,
+        parity=parity,
+        captured_rows=tally.rows,
+        captured_tokens=tally.tokens,
+        reused_shards=collector.reused_shards,
+        retried_rows=tally.retried,
+        seconds=tally.seconds,
+    )
+    # Only what is the same however often the capture was cut off: equal states give an equal set.
+    lasting = report.model_dump(mode="json", include={"parity"})
+    collector.finish(lasting)
+    shutil.rmtree(workspace / RECORDS_NAME, ignore_errors=True)
+    return report
+
+
+def _bytes_per_token(facts: VerifierFacts, layer_ids: Sequence[int], dtype: str) -> int:
+    return StatesFacts(
+        layer_ids=tuple(layer_ids), hidden_size=facts.hidden_size, dtype=dtype, verifier_fingerprint="", source=""
+    ).bytes_per_token
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB"

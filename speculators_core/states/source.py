@@ -1,0 +1,188 @@
+"""Records from a running engine: one request a row, one record a request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+
+from hs_connectors.contract import Handle, Reader, Record
+from hs_connectors.errors import CaptureFailed, ConnectorError, RecordError, RecordTimeout
+
+from speculators_core.engine.client import Generation, GenerationRequest, RequestError
+from speculators_core.engine.server import Engine
+from speculators_core.errors import CaptureError, EngineError
+from speculators_core.states.collect import Collector, Rows, content_of, ids_of
+from speculators_core.states.config import CaptureConfig
+from speculators_core.states.gates import check_record
+from speculators_core.states.parity import ParityGate
+from speculators_core.states.shards import StatesFacts
+from speculators_core.types import ProgressCallback
+
+logger = logging.getLogger(__name__)
+
+RESUME = "run the same command again: it goes on after the last finished shard"
+_HOPELESS = 8
+"""Failures before the first success after which nothing more is tried."""
+_LOOK_S = 2.0
+"""Between two looks whether the engine still lives while a record is awaited."""
+
+
+class Tally:
+    """Counts of one run."""
+
+    def __init__(self) -> None:
+        self.rows = self.tokens = self.retried = 0
+        self.seconds = 0.0
+
+    def add(self, record: Record) -> None:
+        """Count one captured row."""
+        self.rows += 1
+        self.tokens += record.token_ids.shape[0]
+
+
+def request_states(
+    rows: Rows,
+    collector: Collector,
+    gate: ParityGate,
+    engine: Engine,
+    config: CaptureConfig,
+    reader: Reader,
+    progress: ProgressCallback | None,
+) -> Tally:
+    """Request every missing row of the engine, pass it through the gates, and hand it to the collector.
+
+    Raises:
+        CaptureError: a gate failed, rows failed in every try, or the engine died; finished shards are kept.
+    """
+    _check_announcement(reader, collector.facts, engine)
+    tally, left = Tally(), collector.missing()
+    total = len(left)
+    # Sampled rows first: a capture that is wrong ends with its first requests.
+    sampled = set(gate.positions)
+    left = [position for position in left if position in sampled] + [
+        position for position in left if position not in sampled
+    ]
+    started = time.monotonic()
+    for _ in range(config.retries + 1):
+        failures: dict[int, str] = {}
+        try:
+            with closing(_attempt(rows, left, engine, reader, config)) as outcomes:
+                for position, outcome in outcomes:
+                    if isinstance(outcome, str):
+                        failures[position] = outcome
+                        if len(failures) >= max(_HOPELESS, config.concurrency) and tally.rows == 0:
+                            raise CaptureError(
+                                f"none of the first {len(failures)} rows could be captured: {outcome}", mend=RESUME
+                            )
+                        continue
+                    record, next_token = outcome
+                    row = rows.row(position)
+                    check_record(record, row.index, ids_of(row), collector.facts)
+                    gate.offer(row.index, record.hidden_states, next_token)
+                    collector.add(content_of(row, record.hidden_states))
+                    tally.add(record)
+                    if progress is not None:
+                        progress(tally.rows, total)
+        except EngineError as error:
+            raise CaptureError(
+                f"the engine failed after {tally.rows} of {total} rows: {error.what}",
+                mend=f"{error.mend}; then {RESUME}" if error.mend else RESUME,
+            ) from error
+        left = sorted(failures)
+        if not left:
+            break
+        tally.retried += len(left)
+        logger.warning("%d rows failed, the first with: %s", len(left), failures[left[0]])
+    else:
+        numbers = ", ".join(str(rows.row(position).index) for position in left[:10])
+        raise CaptureError(
+            f"{len(left)} rows could not be captured in {config.retries + 1} tries (rows {numbers}): "
+            f"{failures[left[0]]}",
+            mend=f"mend the cause or leave these rows out of the data; then {RESUME}",
+        )
+    tally.seconds = time.monotonic() - started
+    return tally
+
+
+def _attempt(
+    rows: Rows, positions: Sequence[int], engine: Engine, reader: Reader, config: CaptureConfig
+) -> Generator[tuple[int, tuple[Record, int | None] | str]]:
+    """One try at every position: (position, record and next token) or (position, what failed)."""
+    refused: list[RequestError] = []
+    with engine.client() as client:
+        requests = (
+            GenerationRequest(
+                id=str(position), prompt_token_ids=tuple(ids_of(rows.row(position)).tolist()), max_tokens=1
+            )
+            for position in positions
+        )
+        for generation in client.generate(requests, concurrency=config.concurrency, on_error=refused.append):
+            yield from _refusals(refused)
+            try:
+                record = _fetch(generation, reader, engine, config.record_timeout_s)
+            except (CaptureFailed, RecordTimeout, RecordError) as error:
+                yield int(generation.id), error.what
+            except ConnectorError as error:
+                raise CaptureError(f"records cannot be read: {error.what}", mend=error.mend or RESUME) from error
+            else:
+                yield int(generation.id), (record, generation.token_ids[0] if generation.token_ids else None)
+        yield from _refusals(refused)
+
+
+def _refusals(refused: list[RequestError]) -> Iterator[tuple[int, str]]:
+    while refused:
+        error = refused.pop()
+        yield int(error.request_id), error.what
+
+
+def _fetch(generation: Generation, reader: Reader, engine: Engine, timeout_s: float) -> Record:
+    """The record of a finished request; deleted from the backend once it is in memory."""
+    parameters = generation.kv_transfer_params
+    if not isinstance(parameters, Mapping) or "handle" not in parameters:
+        raise CaptureError(
+            "the engine's answer names no record: it was not started for a capture",
+            mend="let `capture` start the engine, or start it with the settings of `capture_server`",
+        )
+    handle = Handle.from_json(parameters["handle"])
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            record = reader.get(handle, min(_LOOK_S, timeout_s))
+            break
+        except RecordTimeout:
+            engine.check()  # a dead engine writes nothing any more: say so now
+            if time.monotonic() > deadline:
+                raise
+        except (CaptureFailed, RecordError):
+            reader.delete(handle)
+            raise
+    reader.delete(handle)
+    return record
+
+
+def _check_announcement(reader: Reader, facts: StatesFacts, engine: Engine) -> None:
+    """Compare what the engine said about itself with what is wanted (a remote one must have said something)."""
+    try:
+        announced = reader.announcement()
+    except ConnectorError as error:
+        raise CaptureError(f"the records' store cannot be read: {error.what}", mend=error.mend) from error
+    if announced is None:
+        if engine.process is None:
+            raise CaptureError(
+                f"the server at {engine.base_url} published no engine.json in the records' store",
+                mend="its owner must start it with our plugin and the same backend; else it serves for evaluation only",
+            )
+        return
+    wanted = {
+        "layer_ids": list(facts.layer_ids),
+        "dtype": facts.dtype,
+        "verifier_fingerprint": facts.verifier_fingerprint,
+    }
+    for key, value in wanted.items():
+        if key in announced and announced[key] != value:
+            raise CaptureError(
+                f"the engine captures {key} {announced[key]}, wanted is {value}",
+                mend="restart the engine with the settings of this capture",
+            )
