@@ -1,14 +1,16 @@
 """A trainer's metrics.jsonl, followed into an MLflow run while it is being written.
 
 The trainer never sees MLflow: it appends a JSON object a line, flushed, with `step`, usually `time` (Unix seconds), and
-numbers, nested or in lists. A point is identified by name, step and the line's own time, so sending it twice stores it
-once; the byte offset is kept as a tag so that a follower that starts again does not even send it twice.
+numbers, nested or in lists; `kind` (train, validation) becomes the names' prefix. A point is identified by name, step
+and the line's own time, so sending it twice stores it once; file and byte offset are kept as a tag, so that a follower
+that starts again does not even send it twice.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from typing import Any
 from mlflow.entities import Metric
 
 from speculators_core.errors import RegistryError
-from tasks.adapters.tracking import StageRun, mlflow_errors
+from tasks.adapters.tracking import StageRun, metric_name, mlflow_errors
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,8 @@ class Follower:
         self._run = run
         with mlflow_errors("read the run", run.uri):
             info = run.client.get_run(run.run_id)
-        self._offset = int(info.data.tags.get(OFFSET_TAG, "0"))
+        inode, _, offset = info.data.tags.get(OFFSET_TAG, "0:0").partition(":")
+        self._inode, self._offset = int(inode), int(offset)
         self._fallback_time = int(info.info.start_time)
         self.points = 0
         self.skipped = 0
@@ -44,17 +47,17 @@ class Follower:
     def pump(self) -> bool:
         """Send what is new, at most about 1 MiB of lines; True when there may be more.
 
-        The torn line at the end of a file that is being written waits for its newline. A file shorter than the offset
-        was begun anew and is read from its start.
+        The torn line at the end of a file that is being written waits for its newline. A file that was replaced (a
+        trainer that resumes drops the steps it will repeat) is read from its start.
 
         Raises:
             RegistryError: MLflow is away; nothing is lost, the next call sends it again.
         """
         try:
             with self._path.open("rb") as stream:
-                size = stream.seek(0, 2)
-                if size < self._offset:
-                    self._offset = 0
+                status = os.fstat(stream.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._inode, self._offset = status.st_ino, 0
                 stream.seek(self._offset)
                 block = stream.read(_READ_BYTES)
         except FileNotFoundError:
@@ -70,7 +73,7 @@ class Follower:
         self._run.metric_points(list(latest.values()))
         self.points += len(latest)
         self._offset += finished
-        self._run.tags({OFFSET_TAG: str(self._offset)})
+        self._run.tags({OFFSET_TAG: f"{self._inode}:{self._offset}"})
         return len(block) == _READ_BYTES
 
     def _points(self, line: bytes) -> Iterator[Metric]:
@@ -85,8 +88,9 @@ class Follower:
             return
         stamp = record.get("time", record.get("timestamp"))
         milliseconds = int(float(stamp) * 1000) if isinstance(stamp, (int, float)) else self._fallback_time
+        kind = record.get("kind")
         for name, value in _numbers(record):
-            yield Metric(name, value, milliseconds, step)
+            yield Metric(metric_name(f"{kind}/{name}" if kind else name), value, milliseconds, step)
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:

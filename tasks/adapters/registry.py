@@ -27,6 +27,7 @@ from mlflow.exceptions import MlflowException
 from pydantic import Field
 
 from speculators_core.errors import RegistryError
+from speculators_core.lifecycle.promotion import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG
 from speculators_core.store.manifest import MANIFEST_NAME, Manifest, sha256_file
 from speculators_core.types import StrictModel
 from tasks.adapters.locks import file_lock
@@ -38,8 +39,6 @@ log = logging.getLogger(__name__)
 MODEL_TYPE = "draft"
 MODEL_ID_TAG = "model.id"
 DRAFT_TAG = "draft.digest"
-FINGERPRINT_TAG = "verifier.fingerprint"
-RUNTIME_TAG = "runtime.key"
 _FIRST_COUNTS = frozenset({"prefect.flow_run_id", "mlflow.parent_run_id"})  # who made it, not who looked last
 
 
@@ -59,7 +58,7 @@ class VersionFacts(StrictModel):
     k: int = Field(ge=1, description="drafted tokens at which the acceptance length holds")
     al: float | None = Field(None, description="acceptance length, served")
     al_low: float | None = Field(None, description="lower end of its 95 % interval")
-    gate_status: str | None = Field(None, description="pass, fail or inconclusive; None: the gate hasn't looked")
+    gate_outcome: str | None = Field(None, description="pass, fail or inconclusive; None: the gate hasn't looked")
     prefect_flow_run_id: str | None = Field(None, description="the Prefect run that registers it")
     mlflow_run_id: str | None = Field(None, description="the parent run in MLflow")
     extra: dict[str, str] = Field(default_factory=dict, description="further tags")
@@ -80,7 +79,7 @@ class VersionFacts(StrictModel):
             "k": str(self.k),
             "al": None if self.al is None else f"{self.al:.4f}",
             "al.low": None if self.al_low is None else f"{self.al_low:.4f}",
-            "gate.status": self.gate_status,
+            GATE_TAG: self.gate_outcome,
             "prefect.flow_run_id": self.prefect_flow_run_id,
             "mlflow.parent_run_id": self.mlflow_run_id,
             **self.extra,

@@ -66,11 +66,6 @@ class Settings(StrictModel):
         return self.home / "mlartifacts"
 
     @property
-    def audit_log(self) -> Path:
-        """JSON lines of every alias move."""
-        return self.home / "audit" / "aliases.jsonl"
-
-    @property
     def sqlite_file(self) -> Path | None:
         """The SQLite file behind `tracking_uri`, or None when MLflow is elsewhere."""
         scheme, separator, path = self.tracking_uri.partition(":///")

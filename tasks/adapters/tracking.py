@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import tempfile
 import time
@@ -67,6 +68,11 @@ def flat_params(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def metric_name(name: str) -> str:
+    """The name with what MLflow refuses replaced by underscores."""
+    return re.sub(r"[^\w\-./: ]", "_", name)[:250]
+
+
 @contextmanager
 def mlflow_errors(action: str, uri: str, *, mend: str | None = None) -> Iterator[None]:
     """Turn MLflow's, its database's and its transport's errors into a RegistryError that names the action."""
@@ -114,7 +120,7 @@ class StageRun:
     def metrics(self, values: Mapping[str, float], *, step: int = 0) -> None:
         """Log numbers at a step, stamped with the present time."""
         now = int(time.time() * 1000)
-        self.metric_points([Metric(name, float(value), now, step) for name, value in values.items()])
+        self.metric_points([Metric(metric_name(name), float(value), now, step) for name, value in values.items()])
 
     def metric_points(self, points: Sequence[Metric]) -> None:
         """Log finished metric points in requests of at most 1,000; a point that is already there is not doubled."""
