@@ -1,0 +1,78 @@
+"""Records of several forms become one form; what cannot be used is counted by its cause."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from speculators_core.data.conversations import engine_messages, normalise, read_conversations, template_messages
+from speculators_core.errors import DataError
+
+from .conftest import CONVERSATIONS
+
+
+def test_every_cause_is_counted_and_the_rest_is_kept() -> None:
+    dropped: Counter[str] = Counter()
+    kept = list(read_conversations([str(CONVERSATIONS / "broken.jsonl")], dropped))
+    assert [conversation.id for conversation in kept] == ["fine", "question", "fine-again"]
+    assert dropped == {
+        "invalid_json": 1,
+        "not_an_object": 1,
+        "no_messages": 1,
+        "unknown_role": 1,
+        "multimodal": 1,
+        "malformed_message": 1,
+        "invalid_tools": 1,
+    }
+
+
+def test_from_value_system_and_missing_ids() -> None:
+    first, second = read_conversations([str(CONVERSATIONS / "sharegpt.jsonl")], Counter())
+    assert [message["role"] for message in first.messages] == ["system", "user", "assistant"]
+    assert first.id == "river" and first.domain == "all"
+    assert len(second.id) == 16 and second.assistant_turns() == (1, 3)
+
+
+def test_tool_calls_reach_template_and_engine_in_their_own_forms() -> None:
+    (conversation,) = read_conversations([str(CONVERSATIONS / "tools.jsonl")], Counter())
+    call = template_messages(conversation.messages)[1]["tool_calls"][0]
+    assert call["function"]["arguments"] == {"city": "Bergen"} and call["id"] == "call_1"
+    sent = engine_messages(conversation.messages)
+    assert json.loads(sent[1]["tool_calls"][0]["function"]["arguments"]) == {"city": "Bergen"}
+    assert sent[2]["tool_call_id"] == "call_1" and conversation.tools
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_kept_under_the_names_that_engine_and_templates_use(name: str) -> None:
+    messages = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4", name: "two and two"}]
+    conversation = normalise({"messages": messages})
+    shown = template_messages(conversation.messages)[1]
+    assert shown["reasoning"] == shown["reasoning_content"] == "two and two"
+    assert engine_messages(conversation.messages)[1] == {
+        "role": "assistant",
+        "content": "4",
+        "reasoning": "two and two",
+    }
+
+
+def test_directories_are_read_recursively_in_a_fixed_order(tmp_path: Path) -> None:
+    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    for name in ("b/x.jsonl", "a.jsonl", "b/a/z.json"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(record | {"id": name}))
+    (tmp_path / "notes.txt").write_text("not data")
+    ids = [conversation.id for conversation in read_conversations([str(tmp_path)], Counter())]
+    assert ids == ["a.jsonl", "b/a/z.json", "b/x.jsonl"]
+
+
+def test_a_source_that_cannot_be_is_an_error_that_teaches(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("a,b")
+    (tmp_path / "empty").mkdir()
+    for source, words in {"nowhere.jsonl": "does not exist", "table.csv": "neither", "empty": "holds no"}.items():
+        with pytest.raises(DataError, match=words) as caught:
+            list(read_conversations([str(tmp_path / source)], Counter()))
+        assert caught.value.mend

@@ -1,0 +1,184 @@
+"""From files to rows: what is kept, what is dropped and why, and bad input that ends before the first token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculators_core.data.config import DataConfig
+from speculators_core.data.prepare import prepare
+from speculators_core.data.rows import RowSet
+from speculators_core.data.template import ChatTemplate
+from speculators_core.errors import DataError, DraftsmithError, VerifierError
+
+from .conftest import CONVERSATIONS, FORGETFUL
+
+ALL = tuple(str(CONVERSATIONS / f"{name}.jsonl") for name in ("multi_turn", "sharegpt", "tools", "reasoning"))
+
+
+def write(path: Path, records: Sequence[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def chats(count: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"c{i}",
+            "domain": "even" if i % 2 == 0 else "odd",
+            "messages": [
+                {"role": "user", "content": f"Tell me about {'xyzw'[i % 4]}{i * 7919 % 1013} and {i * 104729 % 2003}"},
+                {"role": "assistant", "content": f"It is number {i}."},
+            ],
+        }
+        for i in range(count)
+    ]
+
+
+def settings(*sources: str, **more: Any) -> DataConfig:
+    return DataConfig(sources=sources, **({"evaluation_prompts": 0, "validation_share": 0.0} | more))
+
+
+def test_all_kinds_of_conversations_become_rows(verifier: Path, tmp_path: Path) -> None:
+    report = prepare(settings(*ALL), verifier, tmp_path)
+    rows = RowSet.open(tmp_path)
+    assert report.rows == rows.num_rows == 6 and report.shared_rows == 5 and report.fanned_out == 0
+    assert report.dropped == {} and report.domains == {"all": 2, "hobby": 2, "mathematics": 1, "tools": 1}
+    template = ChatTemplate.load(verifier)
+    row = rows.row(0)
+    assert row.id == "garden" and row.domain == "hobby" and row.split == "train"
+    assert row.input_ids.dtype.is_floating_point is False and str(row.loss_mask.dtype) == "torch.bool"
+    assert "five centimetres" in template.decode(row.input_ids[row.loss_mask].tolist())
+    assert rows.num_tokens == report.tokens == sum(rows.length(i) for i in range(rows.num_rows))
+    assert int(rows.token_counts(600).sum()) == report.supervised_tokens
+
+
+def test_a_template_that_rewrites_history_fans_out(make_verifier: Callable[..., Path], tmp_path: Path) -> None:
+    report = prepare(settings(ALL[3]), make_verifier(FORGETFUL), tmp_path)
+    rows = RowSet.open(tmp_path)
+    assert report.rows == 2 and report.fanned_out == 1
+    assert [rows.row(i).id for i in range(2)] == ["sums#0", "sums#1"]
+
+
+def test_splits_evaluation_prompts_and_determinism(verifier: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "chats.jsonl", chats(200))
+    config = DataConfig(sources=(source,), evaluation_prompts=20, validation_share=0.1)
+    seen: list[tuple[int, int]] = []
+    report = prepare(config, verifier, tmp_path / "a", progress=lambda done, total: seen.append((done, total)))
+    prepare(config, verifier, tmp_path / "b")
+    for name in ("rows.safetensors", "rows.jsonl", "evaluation.jsonl", "samples.jsonl", "report.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert seen[-1] == (200, 200) and len(seen) > 1
+    rows = RowSet.open(tmp_path / "a")
+    assert report.splits == {"train": 162, "validation": 18, "evaluation": 20}
+    assert len(rows.indices("train")) == 162 and len(rows.indices("validation")) == 18
+    trained = {rows.row(i).id for i in range(rows.num_rows)}
+    prompts = rows.prompts()
+    assert len(prompts) == 20 and not trained & {prompt.id for prompt in prompts}
+    assert {prompt.domain for prompt in prompts} == {"even", "odd"}
+    template = ChatTemplate.load(verifier)
+    for prompt in prompts:
+        assert list(prompt.prompt_token_ids) == template.ids(prompt.messages, add_generation_prompt=True)
+        assert prompt.reference_token_ids and prompt.reference_token_ids[-1] == 2
+
+
+def test_what_is_dropped_is_counted(verifier: Path, tmp_path: Path) -> None:
+    report = prepare(settings(str(CONVERSATIONS / "broken.jsonl")), verifier, tmp_path)
+    assert report.rows == 1
+    assert report.dropped["no_assistant_turn"] == 1 and report.dropped["duplicate"] == 1
+    assert sum(report.dropped.values()) == 9
+
+
+def test_max_rows_draws_by_seed(verifier: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "chats.jsonl", chats(40))
+
+    def drawn(seed: int) -> list[str]:
+        prepare(settings(source, max_rows=10, seed=seed), verifier, tmp_path / "out")
+        rows = RowSet.open(tmp_path / "out")
+        return [rows.row(i).id for i in range(rows.num_rows)]
+
+    assert len(drawn(0)) == 10 and drawn(0) == drawn(0) != drawn(1)
+
+
+def test_long_rows_are_cut_or_dropped_as_stated(verifier: Path, tmp_path: Path) -> None:
+    long = {
+        "id": "long",
+        "messages": [{"role": "user", "content": "Go on"}, {"role": "assistant", "content": "la " * 90}],
+    }
+    wordy = {
+        "id": "wordy",
+        "messages": [{"role": "user", "content": "la " * 90}, {"role": "assistant", "content": "Yes."}],
+    }
+    source = write(tmp_path / "long.jsonl", [long, wordy, *chats(1)])
+    report = prepare(settings(source, max_length=64), verifier, tmp_path / "cut")
+    rows = RowSet.open(tmp_path / "cut")
+    assert report.truncated == 1 and report.dropped == {"overlong_prompt": 1} and report.longest_row == 64
+    assert [rows.row(i).id for i in range(rows.num_rows)] == ["long", "c0"]
+    report = prepare(settings(source, max_length=64, overlong="drop"), verifier, tmp_path / "dropped")
+    assert report.truncated == 0 and report.dropped == {"overlong": 2} and report.rows == 1
+
+
+def test_cut_off_replies_have_no_end_of_turn(verifier: Path, tmp_path: Path) -> None:
+    record = chats(1)[0]
+    record["messages"][1]["finish_reason"] = "length"
+    source = write(tmp_path / "cut.jsonl", [record])
+    prepare(settings(source), verifier, tmp_path / "a")
+    assert RowSet.open(tmp_path / "a").row(0).input_ids[-1] != 2
+    source = write(tmp_path / "capped.jsonl", chats(1))
+    prepare(settings(source, reply_cap=4), verifier, tmp_path / "b")
+    prepare(settings(source, reply_cap=400), verifier, tmp_path / "c")
+    assert RowSet.open(tmp_path / "b").row(0).input_ids[-1] != 2
+    assert RowSet.open(tmp_path / "c").row(0).input_ids[-1] == 2
+
+
+def test_ids_from_an_engine_are_used_as_they_are_unless_stale(verifier: Path, tmp_path: Path) -> None:
+    template = ChatTemplate.load(verifier)
+    record = chats(1)[0]
+    prompt = template.ids(record["messages"][:1], add_generation_prompt=True)
+    spelled = template.tokenise(list("It is number 0."))
+    exact = [token for ids in spelled for token in ids] + [2]  # a spelling that no tokenizer would choose
+    record["turns"] = [{"message": 1, "prompt_token_ids": prompt, "token_ids": exact, "finish_reason": "stop"}]
+    report = prepare(settings(write(tmp_path / "exact.jsonl", [record])), verifier, tmp_path / "a")
+    assert report.exact_turns == 1
+    assert RowSet.open(tmp_path / "a").row(0).input_ids.tolist() == prompt + exact
+    record["turns"][0]["prompt_token_ids"] = prompt[1:]
+    report = prepare(settings(write(tmp_path / "stale.jsonl", [record])), verifier, tmp_path / "b")
+    assert report.exact_turns == 0 and report.dropped == {"stale_exact_ids": 1} and report.rows == 1
+
+
+def test_bad_input_ends_before_the_first_token(
+    make_verifier: Callable[..., Path], verifier: Path, tmp_path: Path
+) -> None:
+    good = write(tmp_path / "good.jsonl", chats(4))
+    questions = write(tmp_path / "questions.jsonl", [{"messages": chats(1)[0]["messages"][:1]}])
+    empty = write(tmp_path / "empty.jsonl", [])
+    cases: list[tuple[DataConfig, Path, type[DraftsmithError], str]] = [
+        (settings(good), tmp_path / "nowhere", VerifierError, "does not exist"),
+        (settings(good), tmp_path, VerifierError, "not a model directory"),
+        (settings(good), make_verifier(None), VerifierError, "no chat template"),
+        (settings(questions), verifier, DataError, "no assistant turn"),
+        (settings(empty), verifier, DataError, "no usable conversation"),
+        (settings(good, max_length=4096), verifier, DataError, "context ends at 2048"),
+        (settings(good, max_length=8), verifier, DataError, "no supervised token"),
+        (settings(str(tmp_path / "none.jsonl")), verifier, DataError, "does not exist"),
+    ]
+    for config, directory, kind, words in cases:
+        output = tmp_path / "out"
+        with pytest.raises(kind, match=words) as caught:
+            prepare(config, directory, output)
+        assert caught.value.mend, words
+        assert not output.exists(), "nothing is left behind that could pass for rows"
+
+
+def test_torn_rows_are_not_opened(verifier: Path, tmp_path: Path) -> None:
+    prepare(settings(ALL[0]), verifier, tmp_path / "a")
+    file = tmp_path / "a" / "rows.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(DataError, match="torn"):
+        RowSet.open(tmp_path / "a")
+    with pytest.raises(DataError, match="no prepared rows"):
+        RowSet.open(tmp_path)
