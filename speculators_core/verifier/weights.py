@@ -165,8 +165,9 @@ def _read(located: Mapping[str, Path], key: str, shape: tuple[int, ...]) -> Tens
                     f"{key} in {file} is stored as {dtype}: a quantised tensor without its scale means nothing",
                     mend="use a checkpoint whose embedding and lm_head are left unquantised",
                 )
-            # Embedding matrices may be padded beyond the vocabulary; a narrower one contradicts config.json.
-            if len(stored) != len(shape) or stored[1:] != shape[1:] or stored[0] < shape[0]:
+            # Matrices may be padded beyond the vocabulary; a narrower one contradicts config.json.
+            padded = len(shape) == 2 and stored[1:] == shape[1:] and stored[0] >= shape[0]
+            if stored != shape and not padded:
                 raise VerifierError(f"{key} in {file} has shape {list(stored)}; config.json implies {list(shape)}")
             tensor: Tensor = opened.get_tensor(key)
             return tensor if stored == shape else tensor[: shape[0]].clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import time
@@ -13,9 +14,14 @@ from speculators_core.data.splits import assign, near_duplicate_groups, normalis
 WORDS = [f"w{i}" for i in range(400)]
 
 
+@functools.cache
+def pairs(text: str) -> frozenset[tuple[str, str]]:
+    return frozenset(itertools.pairwise(words(text)))
+
+
 def dice(a: str, b: str) -> float:
     """The definition, written down again without the filter."""
-    left, right = ({*zip(words(text), words(text)[1:], strict=False)} for text in (a, b))
+    left, right = pairs(a), pairs(b)
     return 2 * len(left & right) / (len(left) + len(right))
 
 
@@ -49,7 +55,7 @@ def test_the_filter_finds_exactly_the_pairs_above_the_threshold() -> None:
     ("a", "b", "same"),
     [
         ("What is the capital of France?", "what is  the CAPITAL of france", True),
-        ("Write a story about a lonely lighthouse keeper in winter", "Write a story about a lonely lighthouse keeper in May", True),
+        ("Write a story about a lonely keeper in winter", "Write a story about a lonely keeper in May", True),
         ("Write a short story about a lonely lighthouse keeper", "Explain how a lighthouse lens was made", False),
         ("hi", "hello", False),
         ("???", "!!!", False),
@@ -70,7 +76,7 @@ def test_groups_stay_on_one_side_and_evaluation_is_disjoint() -> None:
     assert len(held) == 40
     rest = [split for split in splits if split != "evaluation"]
     assert 0.1 <= rest.count("validation") / len(rest) < 0.15
-    for a, b in itertools.product(range(len(texts)), repeat=2):
+    for a, b in itertools.combinations(range(len(texts)), 2):
         if splits[a] != splits[b]:
             assert dice(texts[a], texts[b]) <= 0.7
 
