@@ -7,6 +7,7 @@ answer in time, EngineError when it is dead (seen at once, not waited for).
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from speculators_core.engine.metrics import SpecDecodeCounters, read_spec_decode
 from speculators_core.errors import EngineError, EngineTimeout
 from speculators_core.types import Json, StrictModel
 
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports every request at INFO: thousands of lines
 _ATTEMPTS = 4
 _BACKOFF_S = 0.25
 _DYING_S = 5.0
