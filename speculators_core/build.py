@@ -117,6 +117,8 @@ def train(request: TrainRequest) -> TrainReport:
 
 def _assemble(request: TrainRequest, world: World) -> tuple[Trainer, int, float]:
     """Everything wired together and, when the output holds a checkpoint, restored."""
+    import torch
+
     from speculators_core.training.callbacks.checkpointing import Checkpointing
     from speculators_core.training.callbacks.metrics_log import MetricsLog
     from speculators_core.training.callbacks.progress import ProgressReport
@@ -135,8 +137,11 @@ def _assemble(request: TrainRequest, world: World) -> tuple[Trainer, int, float]
     if request.warm_start is not None:
         warm_start(model, Path(request.warm_start))
     objective = algorithm.objective(settings)
-    rows = PackedRows(states, objective, "train", config.row_tokens)
-    held_out = PackedRows(states, objective, "validation", config.row_tokens, limit=config.validation.max_rows)
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    rows = PackedRows(states, objective, "train", config.row_tokens, dtype=dtype)
+    held_out = PackedRows(
+        states, objective, "validation", config.row_tokens, dtype=dtype, limit=config.validation.max_rows
+    )
     plan = rows.epoch_plan(config.seed, 0)
     if plan.clipped:
         log.warning("%d of %d rows are longer than row_tokens=%d and are clipped", plan.clipped, len(rows.lengths),
@@ -371,6 +376,14 @@ def export_untrained(
 def train_command(request_file: Path, *, python: str = sys.executable) -> list[str]:
     """The command that trains as asked in `request_file`; it ends with 0, EXIT_INTERRUPTED, or 1."""
     return [python, "-m", "speculators_core.build", str(request_file)]
+
+
+def read_progress(output: Path) -> tuple[int, int] | None:
+    """(steps done, steps in all) of a running process, from its last line of metrics; None before the first."""
+    from speculators_core.training.callbacks.metrics_log import read_metrics
+
+    lines = [line for line in read_metrics(output / "metrics.jsonl") if line.get("kind") == "train"]
+    return (int(lines[-1]["step"]), int(lines[-1]["total_steps"])) if lines else None
 
 
 def read_outcome(output: Path) -> TrainReport:

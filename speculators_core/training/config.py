@@ -50,6 +50,7 @@ class CheckpointConfig(StrictModel):
     """When progress is saved, and how much of it is kept."""
 
     every_steps: int | None = Field(200, ge=1, description="optimiser steps between checkpoints; null: none by steps")
+    every_epoch: bool = Field(True, description="also at each epoch's end")
     every_seconds: float | None = Field(None, gt=0, description="also after this many seconds; null: by steps only")
     keep: int = Field(2, ge=1, description="checkpoints kept; older ones of this run are deleted")
     keep_when_finished: bool = Field(False, description="keep them beside the result of a finished run too")

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -72,13 +72,13 @@ class StepBatches:
     """One rank's share of an optimiser step.
 
     batches      as many on every rank: a rank without a row left has a batch of padding
-    fillers      how many of the batches, at the end, are such padding
+    supervised   whether a batch has anything to learn; padding has not
     rows         positions in the set of each batch's documents
     denominators float64 [terms], this rank's sum over its batches
     """
 
     batches: tuple[Batch, ...]
-    fillers: int
+    supervised: tuple[bool, ...]
     rows: tuple[tuple[int, ...], ...]
     denominators: Tensor
 
@@ -87,11 +87,18 @@ class PackedRows:
     """The rows of one split, aligned and packed.
 
     `shift` tokens at a row's ends are lost by the objective's alignment; a row keeps at most capacity + shift tokens,
-    so that exactly `capacity` remain.
+    so that exactly `capacity` remain. Features are handed out in `dtype`, that of the forward pass.
     """
 
     def __init__(
-        self, states: States, objective: Objective, split: str, capacity: int, *, limit: int | None = None
+        self,
+        states: States,
+        objective: Objective,
+        split: str,
+        capacity: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        limit: int | None = None,
     ) -> None:
         found = [position for position, name in enumerate(states.splits) if name == split]
         self.positions: tuple[int, ...] = tuple(found if limit is None else found[:limit])
@@ -103,6 +110,7 @@ class PackedRows:
         self.states = states
         self.objective = objective
         self.capacity = capacity
+        self.dtype = dtype
         probe = _sample(states.row(self.positions[0]), None)
         self.shift = probe.input_ids.shape[0] - objective.align(probe).input_ids.shape[0]
         lengths = states.lengths
@@ -111,7 +119,8 @@ class PackedRows:
     def aligned(self, index: int) -> Aligned:
         """Row `index` of this split, clipped and aligned."""
         row = self.states.row(self.positions[index])
-        return self.objective.align(_sample(row, self.capacity + self.shift))
+        aligned = self.objective.align(_sample(row, self.capacity + self.shift))
+        return replace(aligned, aux_TAH=aligned.aux_TAH.to(self.dtype), last_TH=aligned.last_TH.to(self.dtype))
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """These rows of the split packed into one batch on the CPU."""
@@ -157,7 +166,8 @@ class StepLoader:
         fillers = -(-len(of_step) // self.world_size) - len(mine)
         batches = [self.rows.batch(rows) for rows in mine] + [self.rows.blank] * fillers
         counts = [self.rows.objective.denominators(batch).to("cpu", torch.float64) for batch in batches]
-        return StepBatches(tuple(batches), fillers, mine, torch.stack(counts).sum(dim=0))
+        supervised = tuple(bool(count.any()) for count in counts)
+        return StepBatches(tuple(batches), supervised, mine, torch.stack(counts).sum(dim=0))
 
     def steps(self, plan: Plan, start: int = 0) -> Iterator[StepBatches]:
         """Steps from `start` on, read ahead by a thread that ends with the iterator."""

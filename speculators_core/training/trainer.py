@@ -139,9 +139,11 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_step(self, report)
             if self._is_over():
-                return
-        self.position = replace(self.position, epoch=self.position.epoch + 1, epoch_step=0)
-        self._each("on_epoch_end")
+                break
+        if self.position.epoch_step == self.loader.num_steps(plan):
+            self.position = replace(self.position, epoch=self.position.epoch + 1, epoch_step=0)
+            if not self._is_over():  # else `on_finish` follows at once
+                self._each("on_epoch_end")
 
     def _step(self, batches: StepBatches) -> StepReport:
         tokens, denominators = self._agree(batches)
@@ -177,11 +179,10 @@ class Trainer:
         hold = nullcontext() if self._parallel is None or is_last else self._parallel.no_sync()
         with hold:
             with self.autocast():
-                result: StepResult = module(to_device(batch, self.world.device), denominators)
-            loss = result.loss * self.world.size  # undoes the mean over ranks: the denominators are global already
-            if index >= len(batches.batches) - batches.fillers:  # padding must reach every gradient, for the reduction
-                loss = loss + sum(parameter.sum() for parameter in self._trainable) * 0.0
-            torch.autograd.backward(loss)
+                moved = to_device(batch, self.world.device) if batches.supervised[index] else None
+                result: StepResult = module(moved, denominators)
+            # times size undoes the reduction's mean over ranks: the denominators are global already
+            torch.autograd.backward(result.loss * self.world.size)
         return result
 
     # ------------------------------------------------------------------------------------------ for callbacks
@@ -305,7 +306,10 @@ class _Forward(nn.Module):
         self.model = model
         self.objective = objective
 
-    def forward(self, batch: Batch, denominators: Tensor) -> StepResult:
+    def forward(self, batch: Batch | None, denominators: Tensor) -> StepResult:
+        if batch is None:  # nothing to learn, but the reduction over ranks waits for every gradient
+            zeros = [parameter.sum() * 0.0 for parameter in self.model.parameters() if parameter.requires_grad]
+            return StepResult(torch.stack(zeros).sum(), {})
         return self.objective.step(self.model, batch, denominators)
 
 

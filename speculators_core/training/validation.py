@@ -71,7 +71,9 @@ class Validator:
         metrics: dict[str, Counted] = {}
         loss = 0.0
         for step in self.loader.steps(self.plan):
-            for batch in step.batches[: len(step.batches) - step.fillers]:
+            for batch, supervised in zip(step.batches, step.supervised, strict=True):
+                if not supervised:
+                    continue
                 result = self.objective.step(model, to_device(batch, self.world.device), denominators)
                 loss += float(result.loss)
                 for name, value in result.metrics.items():

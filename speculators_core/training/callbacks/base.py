@@ -25,7 +25,7 @@ class Callback:
         """After each optimiser step; `trainer.position` counts it already."""
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """After an epoch's last step; `trainer.position` stands at the next epoch's start."""
+        """After an epoch but the last one; `trainer.position` stands at the next epoch's start."""
 
     def on_interrupt(self, trainer: Trainer) -> None:
         """All ranks have agreed to stop between two steps because of a signal."""

@@ -54,8 +54,9 @@ class Checkpointing(Callback):
             self._save(trainer)
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """Save: what was decided at the epoch's end is not decided again."""
-        self._save(trainer)
+        """Save, when asked to: what was decided at the epoch's end is not decided again."""
+        if self.config.every_epoch:
+            self._save(trainer)
 
     def on_interrupt(self, trainer: Trainer) -> None:
         """Save where the run stands."""

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class MetricsLog(Callback):
     """Writes `kind: "train"` lines itself and lends `write` to others for theirs. Files only on the main rank.
 
-    Fields of a train line: step, epoch, tokens (so far, padding excluded), tokens_per_s (since the last line), loss
-    (mean over the steps since the last line), lr, grad_norm, eta_s, metrics {name: mean}.
+    Fields of a train line: step, total_steps, epoch, tokens (so far, padding excluded), tokens_per_s (since the last
+    line), loss (mean over the steps since the last line), lr, grad_norm, eta_s, metrics {name: mean}.
     """
 
     name = "metrics_log"
@@ -57,6 +57,7 @@ class MetricsLog(Callback):
             {
                 "kind": "train",
                 "step": report.step,
+                "total_steps": trainer.total_steps,
                 "epoch": trainer.position.epoch,
                 "tokens": trainer.position.tokens,
                 "tokens_per_s": round((trainer.position.tokens - first_tokens) / seconds, 1),

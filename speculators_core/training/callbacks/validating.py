@@ -48,8 +48,8 @@ class Validating(Callback):
             self._validate(trainer)
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """Validate at each epoch's end, unless this step has been."""
-        if self.last_step != trainer.position.step:
+        """Validate at each epoch's end, unless the configuration says by steps."""
+        if self.config.every_steps is None and self.last_step != trainer.position.step:
             self._validate(trainer)
 
     def on_finish(self, trainer: Trainer) -> None:

@@ -33,7 +33,7 @@ def test_every_packed_row_reaches_one_rank_once(accumulation: int, world_size: i
         per_rank.append([len(step.batches) for step in steps])
         for step in steps:
             seen.update(step.rows)
-            assert step.fillers == len(step.batches) - len(step.rows)
+            assert step.supervised == (True,) * len(step.rows) + (False,) * (len(step.batches) - len(step.rows))
     assert seen == Counter(plan.rows)
     assert all(counts == per_rank[0] for counts in per_rank), "ranks must run the same number of backward passes"
 

@@ -67,7 +67,7 @@ def test_state_of_another_draft_is_refused() -> None:
     state = optimizers.state_tensors()
     with pytest.raises(TrainingError, match="unknown parameters: other"):
         build_optimizers(Model(), OptimizerConfig()).load_state_tensors({**state, "other.exp_avg": torch.ones(1)})
-    with pytest.raises(TrainingError, match="hidden.weight.exp_avg is"):
+    with pytest.raises(TrainingError, match=r"hidden\.weight\.exp_avg is"):
         wrong = {**state, "hidden.weight.exp_avg": torch.ones(3, 3)}
         build_optimizers(Model(), OptimizerConfig()).load_state_tensors(wrong)
 
