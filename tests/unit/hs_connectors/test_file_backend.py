@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hs_connectors import Handle, open_reader, open_writer
+from hs_connectors.backends.file import FileBackend
+from hs_connectors.errors import CaptureFailed, RecordTimeout, StorageError
+from hs_connectors.testing import make_record
+
+
+def test_nothing_but_the_record_is_left(tmp_path: Path) -> None:
+    open_writer("file", {"root": str(tmp_path)}).put("key", make_record())
+    assert [path.name for path in tmp_path.iterdir()] == ["key.safetensors"]
+
+
+def test_a_link_in_the_root_is_neither_read_nor_written_through(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    writer, reader = open_writer("file", {"root": str(root)}), open_reader("file", {"root": str(root)})
+    outside.write_text("secret")
+    (root / "key.safetensors").symlink_to(outside)
+    with pytest.raises(StorageError, match="symbolic"):
+        reader.get(Handle("file", "key"), 0)
+    writer.put("key", make_record())
+    assert outside.read_text() == "secret" and not (root / "key.safetensors").is_symlink()
+    (root / "gone.safetensors").symlink_to(outside)
+    reader.delete(Handle("file", "gone"))
+    assert outside.read_text() == "secret"
+
+
+def test_leftovers_of_killed_writers_are_swept_and_live_ones_kept(tmp_path: Path) -> None:
+    old = time.time() - 3600
+    dead, alive, young = (tmp_path / f".{name}.safetensors.0.part" for name in ("dead", "alive", "young"))
+    for part in (dead, alive, young):
+        part.write_bytes(b"half")
+    for part in (dead, alive):
+        os.utime(part, (old, old))
+    with alive.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        FileBackend({"root": str(tmp_path)}).prepare()
+        assert not dead.exists() and alive.exists() and young.exists()
+
+
+def test_a_writer_killed_in_the_middle_leaves_no_record(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from hs_connectors.backends import file\n"
+        "os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "file.FileBackend({'root': sys.argv[1]}).publish('key', b'x' * 100000)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    leftovers = list(tmp_path.iterdir())
+    assert [path.suffix for path in leftovers] == [".part"]
+    with pytest.raises(RecordTimeout):
+        open_reader("file", {"root": str(tmp_path)}).get(Handle("file", "key"), 0)
+    os.utime(leftovers[0], (0, 0))
+    FileBackend({"root": str(tmp_path)}).prepare()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_root_that_is_no_directory_is_refused_before_the_first_record(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be written"):
+        open_writer("file", {"root": str(tmp_path / "file" / "root")})
+
+
+def test_a_reader_may_be_opened_before_the_root_exists(tmp_path: Path) -> None:
+    reader = open_reader("file", {"root": str(tmp_path / "later")})
+    assert reader.announcement() is None
+    threading.Timer(0.1, lambda: open_writer("file", {"root": str(tmp_path / "later")}).put("k", make_record())).start()
+    assert reader.get(Handle("file", "k"), 10).token_ids.numel() == 7
+
+
+def test_an_empty_marker_still_ends_the_wait(tmp_path: Path) -> None:
+    (tmp_path / "key.error.json").touch()
+    with pytest.raises(CaptureFailed, match="disk may be full"):
+        open_reader("file", {"root": str(tmp_path)}).get(Handle("file", "key"), 1)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Path:
+    """A file system of 64 KiB; needs the right to mount one."""
+    root = tmp_path / "small"
+    root.mkdir()
+    mount = shutil.which("mount")
+    if (
+        mount is None
+        or subprocess.run(
+            [mount, "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(root)], check=False, capture_output=True
+        ).returncode
+    ):
+        pytest.skip("mounting a small file system is not allowed here")
+    yield root
+    subprocess.run(["umount", str(root)], check=True)
+
+
+def test_a_full_disk_publishes_an_error_in_place_of_the_record(small_disk: Path) -> None:
+    writer, reader = open_writer("file", {"root": str(small_disk)}), open_reader("file", {"root": str(small_disk)})
+    with pytest.raises(StorageError, match=r"refused record key[\s\S]*free some space"):
+        writer.put("key", make_record(20_000))
+    (small_disk / "ballast").write_bytes(b"x" * (64 << 10))
+    writer.fail("key", "no space")
+    with pytest.raises(CaptureFailed):
+        reader.get(Handle("file", "key"), 1)
+    assert not list(small_disk.glob(".*"))

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import safetensors.torch
+import torch
+
+from hs_connectors.errors import RecordCorrupt, RecordError, RecordNotFinite, SettingsError, UnknownName
+from hs_connectors.record import SCHEMA, pack, unpack
+from hs_connectors.testing import assert_same, make_record
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_was_packed_is_unpacked(dtype: str) -> None:
+    record = replace(make_record(), dtype=dtype, hidden_states=make_record().hidden_states.to(getattr(torch, dtype)))
+    assert_same(unpack(pack(record)), record)
+
+
+def test_any_safetensors_library_reads_a_record() -> None:
+    record = make_record()
+    tensors = safetensors.torch.load(bytes(pack(record)))
+    assert set(tensors) == {"hidden_states", "token_ids"}
+    assert torch.equal(tensors["hidden_states"], record.hidden_states)
+
+
+def test_the_header_says_what_the_specification_says() -> None:
+    payload = pack(make_record())
+    header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
+    metadata = header["__metadata__"]
+    assert set(metadata) == {
+        "schema", "layer_ids", "dtype", "verifier_fingerprint", "codec", "extra", "crc32",
+    }  # fmt: skip
+    assert metadata["schema"] == SCHEMA and json.loads(metadata["layer_ids"]) == [1, 4, 8]
+
+
+def test_packing_a_view_stores_the_view() -> None:
+    record = make_record(32)
+    view = replace(record, hidden_states=record.hidden_states[3:9], token_ids=record.token_ids[3:9])
+    assert len(pack(view)) < len(pack(record))
+    assert_same(unpack(pack(view)), view)
+
+
+def test_every_byte_is_covered_by_the_checksum() -> None:
+    payload = pack(make_record(2))
+    for at in range(len(payload)):
+        torn = bytearray(payload)
+        torn[at] ^= 0x10
+        with pytest.raises(RecordError):
+            unpack(torn)
+
+
+def test_text_that_imitates_the_checksum_field_is_only_text() -> None:
+    record = replace(make_record(), verifier_fingerprint='","crc32":"00000000"', extra={'"crc32":"': '"crc32":"'})
+    assert_same(unpack(pack(record)), record)
+
+
+@pytest.mark.parametrize("cut", [0, 7, 8, 100, -1])
+def test_a_torn_payload_is_no_record(cut: int) -> None:
+    with pytest.raises(RecordError):
+        unpack(pack(make_record())[:cut])
+
+
+def test_an_unknown_schema_is_told_apart_from_damage() -> None:
+    payload = bytes(pack(make_record())).replace(SCHEMA.encode(), SCHEMA.encode()[:-1] + b"9")
+    with pytest.raises(RecordError, match="hidden-states/9") as caught:
+        unpack(payload)
+    assert not isinstance(caught.value, RecordCorrupt)
+
+
+def test_shapes_that_disagree_are_refused() -> None:
+    record = make_record()
+    for wrong in (
+        replace(record, layer_ids=(1, 4)),
+        replace(record, token_ids=record.token_ids[:-1]),
+        replace(record, token_ids=record.token_ids.int()),
+        replace(record, dtype="float32"),
+        replace(record, dtype="no_such_dtype"),
+        replace(record, hidden_states=record.hidden_states.flatten(1)),
+    ):
+        with pytest.raises(SettingsError):
+            pack(wrong)
+
+
+def test_states_that_are_not_finite_are_located() -> None:
+    record = make_record()
+    record.hidden_states[2:4, 2, 0] = float("nan")
+    with pytest.raises(RecordNotFinite, match=r"layers \[8\] .* 2 of 7 tokens, the first at position 2"):
+        pack(record)
+
+
+def test_an_unknown_codec_lists_the_known() -> None:
+    with pytest.raises(UnknownName, match="none"):
+        pack(make_record(), "zip")
