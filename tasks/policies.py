@@ -17,7 +17,7 @@ from prefect.tasks import exponential_backoff
 
 from speculators_core import processes
 from speculators_core.errors import CaptureError, EngineError, EvaluationError, RegistryError
-from tasks.adapters.settings import settings
+from tasks.adapters.settings import read_settings
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, TaskRun
@@ -80,9 +80,10 @@ def own_processes(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) ->
 def end_processes(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """End the engines and trainers of a cancelled or crashed run.
 
-    Runs in the flow's own process, or in the worker's when that has been killed: only pid files tell what to end.
+    Runs in the flow's own process, or in the worker's when that has been killed: only pid files tell what to end, so
+    both must have the same DRAFTSMITH_HOME.
     """
-    processes.kill_all(settings().home, owner=str(flow_run.id), grace_s=5)
+    processes.kill_all(read_settings(os.environ).home, owner=str(flow_run.id), grace_s=5)
 
 
 _JSON: JSONSerializer[Any] = JSONSerializer()

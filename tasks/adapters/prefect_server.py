@@ -2,7 +2,7 @@
 
 Prefect's own ephemeral mode starts its server inside the first flow run and leaves it behind when the flow is killed.
 Ours is the same server and database, supervised, on a port of its own; and it boots (about 4 s of imports) while the
-command is still importing torch and MLflow. Call it before anything imports Prefect.
+command is still importing torch and MLflow.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def prefect_api(settings: Settings) -> Iterator[PrefectApi]:
     """
     existing = settings.prefect_api_url or running_ui_api(settings.home)
     if existing is not None:
-        with _environment(PREFECT_API_URL=existing):
+        with _api_url(existing):
             yield PrefectApi(existing, None)
         return
     port = free_port()
@@ -90,7 +90,7 @@ def prefect_api(settings: Settings) -> Iterator[PrefectApi]:
             OWNER_VARIABLE: None,
         },
     )
-    with process, _environment(PREFECT_API_URL=url):
+    with process, _api_url(url):
         try:
             yield PrefectApi(url, process)
         finally:
@@ -136,14 +136,20 @@ def free_port() -> int:
 
 
 @contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def _api_url(url: str) -> Iterator[None]:
+    """Point Prefect at the server: by environment, and in its settings where it was imported already."""
+    before = os.environ.get("PREFECT_API_URL")
+    os.environ["PREFECT_API_URL"] = url
     try:
-        yield
+        if "prefect.settings" in sys.modules:
+            from prefect.settings import PREFECT_API_URL, temporary_settings
+
+            with temporary_settings({PREFECT_API_URL: url}):
+                yield
+        else:
+            yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        if before is None:
+            del os.environ["PREFECT_API_URL"]
+        else:
+            os.environ["PREFECT_API_URL"] = before

@@ -1,7 +1,7 @@
 """Every environment variable that draftsmith reads or sets, in one place.
 
-`apply_environment()` runs before Prefect or MLflow is imported: both read the environment once. It only fills in what
-is unset, so whatever the user set stays.
+`apply_environment()` runs when the package `tasks` is imported, before Prefect and MLflow are: they read the
+environment once. It only fills in what is unset, so whatever the user set stays.
 
     DRAFTSMITH_HOME        state root                                default .draftsmith
     DRAFTSMITH_STORE       artifact store, a path or an fsspec URL   default <home>/store
@@ -14,14 +14,12 @@ is unset, so whatever the user set stays.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, MutableMapping
 from functools import cache
 from pathlib import Path
 
 from pydantic import Field
 
-from speculators_core.errors import ConfigError
 from speculators_core.types import StrictModel
 
 DEFAULT_HOME = ".draftsmith"
@@ -91,25 +89,12 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
 
 
 def apply_environment(environ: MutableMapping[str, str] = os.environ) -> Settings:
-    """Fill in what Prefect and MLflow read from the environment; explicit values are left as they are.
-
-    Raises:
-        ConfigError: Prefect was imported before with another home, which would write to ~/.prefect.
-    """
+    """Fill in what Prefect and MLflow read from the environment, and make the directories that they need."""
     found = read_settings(environ)
-    defaults = {
-        **_FIXED_DEFAULTS,
-        "DRAFTSMITH_HOME": str(found.home),
-        "DRAFTSMITH_STORE": found.store,
-        "MLFLOW_TRACKING_URI": found.tracking_uri,
-        "PREFECT_HOME": str(found.prefect_home),
-    }
-    for name, default in defaults.items():
+    for name, default in {**_FIXED_DEFAULTS, "PREFECT_HOME": str(found.prefect_home)}.items():
         if not environ.get(name):
             environ[name] = default
-    # child processes may have another working directory
-    environ["DRAFTSMITH_HOME"] = str(found.home)
-    _refuse_late_call(found)
+    environ["DRAFTSMITH_HOME"] = str(found.home)  # absolute: child processes may have another working directory
     found.home.mkdir(parents=True, exist_ok=True)
     found.prefect_home.mkdir(parents=True, exist_ok=True)
     return found
@@ -117,18 +102,5 @@ def apply_environment(environ: MutableMapping[str, str] = os.environ) -> Setting
 
 @cache
 def settings() -> Settings:
-    """The process's settings: the environment is applied and read at the first call."""
+    """The process's settings, read at the first call."""
     return apply_environment()
-
-
-def _refuse_late_call(wanted: Settings) -> None:
-    if "prefect.settings" not in sys.modules:
-        return
-    from prefect.settings import get_current_settings
-
-    home = get_current_settings().home
-    if home.absolute() != wanted.prefect_home:
-        raise ConfigError(
-            f"Prefect was imported with its home at {home} before draftsmith set {wanted.prefect_home}",
-            mend="call tasks.adapters.settings.apply_environment() before importing prefect, or set PREFECT_HOME",
-        )

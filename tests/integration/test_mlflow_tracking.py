@@ -219,9 +219,8 @@ def test_files_behind_links_are_uploaded_and_conversations_are_not(
     (source / "0" / "model.safetensors").write_bytes(b"\x00weights")
     (source / "best").symlink_to("0")
     (source / "report.json").write_text(json.dumps({"al": 1.5, "worst": [{"id": "a", "text": "my secret diary"}]}))
-    (source / "rows.jsonl").write_text(
-        json.dumps({"messages": [{"role": "user", "content": "my secret diary"}]}) + "\n"
-    )
+    conversation = {"messages": [{"role": "user", "content": "my secret diary"}]}
+    (source / "rows.jsonl").write_text(json.dumps(conversation) + "\n")
     run.files(source, "output")
     stored = artifacts(run, tracking) / "output"
     assert (stored / "best" / "model.safetensors").read_bytes() == b"\x00weights"
