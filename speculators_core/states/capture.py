@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from hs_connectors.contract import CaptureSettings, Handle, Reader, kv_transfer_config, speculative_config
 from hs_connectors.errors import ConnectorError, SettingsError
 from hs_connectors.registry import open_reader
-from pydantic import Field
-
 from speculators_core.engine.runtime import Runtime
 from speculators_core.engine.server import Engine, ServerSpec, serve
 from speculators_core.errors import CaptureError, ConfigError, DiskSpaceError

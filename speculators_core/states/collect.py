@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -177,6 +178,7 @@ class Collector:
         bounds = self._plan.bounds
         return SetIndex(
             facts=self.facts,
+            rows_digest=self._plan.rows_digest,
             shards=tuple(
                 ShardEntry(
                     file=self._path(number).name,
@@ -193,21 +195,33 @@ class Collector:
 
     def _load_plan(self, digest: str, shard_tokens: int) -> CapturePlan:
         path = self._workspace / PLAN_NAME
-        try:
-            plan = CapturePlan.model_validate_json(path.read_bytes())
-            if plan.facts == self.facts and plan.rows_digest == digest:
-                return plan  # its bounds stand even when shard_tokens changed: finished shards stay finished
-            logger.warning("%s belongs to another capture: starting anew", path)
-        except FileNotFoundError:
-            pass
-        except ValidationError:
-            logger.warning("%s cannot be read: starting anew", path)
+        earlier = self._earlier_plan()
+        if earlier is not None:
+            if earlier.facts == self.facts and earlier.rows_digest == digest:
+                return earlier  # its bounds stand even when shard_tokens changed: finished shards stay finished
+            logger.warning("%s belongs to another capture: starting anew", self._workspace)
         for leftover in (*self._workspace.glob("shard-*.safetensors"), self._workspace / INDEX_NAME):
             leftover.unlink(missing_ok=True)
         plan = CapturePlan(facts=self.facts, rows_digest=digest, bounds=plan_shards(self._lengths, shard_tokens))
         self._workspace.mkdir(parents=True, exist_ok=True)
         write_atomic(path, lambda partial: partial.write_text(plan.model_dump_json() + "\n"))
         return plan
+
+    def _earlier_plan(self) -> CapturePlan | None:
+        """The plan of a run that was cut off, or of one that finished its set but was not published."""
+        try:
+            return CapturePlan.model_validate_json((self._workspace / PLAN_NAME).read_bytes())
+        except FileNotFoundError:
+            pass
+        except ValidationError:
+            logger.warning("%s cannot be read: starting anew", self._workspace / PLAN_NAME)
+            return None
+        try:
+            index = SetIndex.model_validate_json((self._workspace / INDEX_NAME).read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return None
+        bounds = (0, *accumulate(entry.rows for entry in index.shards))
+        return CapturePlan(facts=index.facts, rows_digest=index.rows_digest, bounds=bounds)
 
     def _is_finished(self, number: int) -> bool:
         path = self._path(number)

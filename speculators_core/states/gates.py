@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from hs_connectors.contract import Record
 from torch import Tensor
 
+from hs_connectors.contract import Record
 from speculators_core.errors import CaptureError, ConfigError
 from speculators_core.states.shards import StatesFacts
 

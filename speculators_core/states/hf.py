@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,13 @@ class HiddenStateForward:
         from transformers import AutoModelForCausalLM
 
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                verifier_dir, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code, local_files_only=True
-            )
+            with _no_progress_bar():
+                model = AutoModelForCausalLM.from_pretrained(
+                    verifier_dir,
+                    dtype=getattr(torch, dtype),
+                    trust_remote_code=trust_remote_code,
+                    local_files_only=True,
+                )
         except (OSError, ValueError, ImportError) as error:
             raise VerifierError(
                 f"transformers cannot load {verifier_dir}: {error}",
@@ -85,6 +90,20 @@ class HiddenStateForward:
             self._caught[layer_id] = (output[0] if isinstance(output, tuple) else output).detach()
 
         return hook
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers draws one for every load; ours is the only one on the terminal."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:

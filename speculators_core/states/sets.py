@@ -34,6 +34,7 @@ class SetIndex(StrictModel):
     """`states.json`, written when every shard is there."""
 
     facts: StatesFacts = Field(description="what all shards agree on")
+    rows_digest: str = Field(description="sha256 over the rows' ids, masks and splits: which rows these are")
     shards: tuple[ShardEntry, ...] = Field(description="shards in the order of their rows")
     report: dict[str, Any] = Field(default_factory=dict, description="how the set was made: parity, retries, engine")
 

@@ -9,7 +9,6 @@ from contextlib import closing
 
 from hs_connectors.contract import Handle, Reader, Record
 from hs_connectors.errors import CaptureFailed, ConnectorError, RecordError, RecordTimeout
-
 from speculators_core.engine.client import Generation, GenerationRequest, RequestError
 from speculators_core.engine.server import Engine
 from speculators_core.errors import CaptureError, EngineError
@@ -140,6 +139,8 @@ def _refusals(refused: list[RequestError]) -> Iterator[tuple[int, str]]:
 def _fetch(generation: Generation, reader: Reader, engine: Engine, timeout_s: float) -> Record:
     """The record of a finished request; deleted from the backend once it is in memory."""
     parameters = generation.kv_transfer_params
+    if isinstance(parameters, Mapping) and "error" in parameters:
+        raise CaptureFailed(str(parameters["error"]))
     if not isinstance(parameters, Mapping) or "handle" not in parameters:
         raise CaptureError(
             "the engine's answer names no record: it was not started for a capture",
@@ -177,7 +178,7 @@ def _check_announcement(reader: Reader, facts: StatesFacts, engine: Engine) -> N
         return
     wanted = {
         "layer_ids": list(facts.layer_ids),
-        "dtype": facts.dtype,
+        "states_dtype": facts.dtype,
         "verifier_fingerprint": facts.verifier_fingerprint,
     }
     for key, value in wanted.items():

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from hs_connectors.contract import Record
 from torch import Tensor
 
+from hs_connectors.contract import Record
 from speculators_core.states.shards import StatesFacts
 
 FACTS = StatesFacts(
