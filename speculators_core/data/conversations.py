@@ -105,7 +105,7 @@ def check_sources(sources: Sequence[str]) -> None:
     """Raise a DataError for a source that cannot exist, before anything is read."""
     for source in sources:
         if not _HUB.match(source):
-            _files(source)
+            source_files(source)
 
 
 def normalise(record: object, *, origin: str = "") -> Conversation:
@@ -264,11 +264,12 @@ def _records(source: str) -> Iterator[tuple[str, object]]:
     if hub:
         yield from _hub_records(hub)
         return
-    for file in _files(source):
+    for file in source_files(source):
         yield from _file_records(file)
 
 
-def _files(source: str) -> list[Path]:
+def source_files(source: str) -> list[Path]:
+    """The files of a local source, in a fixed order; DataError when there is none."""
     path = Path(source)
     if path.is_file():
         if path.suffix not in (".json", ".jsonl"):

@@ -23,6 +23,7 @@ from speculators_core.data.conversations import (
     check_sources,
     engine_messages,
     read_conversations,
+    source_files,
     trimmed,
 )
 from speculators_core.data.masking import Renderings, TokenRow, Turn, clip, merge, renderings, turn_of
@@ -30,8 +31,10 @@ from speculators_core.data.rows import Prompt, RowRecord, RowWriter, Sample
 from speculators_core.data.splits import assign, seeded_hash
 from speculators_core.data.template import ChatTemplate
 from speculators_core.errors import DataError
-from speculators_core.types import ProgressCallback, Split, StrictModel
+from speculators_core.store.manifest import sha256_json
+from speculators_core.types import Json, ProgressCallback, Split, StrictModel
 from speculators_core.verifier.facts import VerifierFacts, read_facts
+from speculators_core.verifier.fingerprint import HashCache
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +127,24 @@ def prepare(
     writer.write(output, prompts, samples, report.model_dump(mode="json"))
     log.info("%d rows, %d tokens, %d prompts held back", report.rows, report.tokens, len(prompts))
     return report
+
+
+def digest_sources(sources: Sequence[str], *, home: Path | None) -> str:
+    """sha256 of what the sources hold, wherever they lie: file contents in order; a hub's data set by its name.
+
+    Raises:
+        DataError: a source is missing or of an unknown form.
+    """
+    check_sources(sources)
+    cache = HashCache(None if home is None else home / "hash-cache.json")
+    found: list[Json] = []
+    for source in sources:
+        if source.startswith("hf:"):
+            found.append(source)
+        else:
+            found.append([cache.of(file) for file in source_files(source)])
+    cache.save()
+    return sha256_json(found)
 
 
 def _gather(config: DataConfig, dropped: Counter[str]) -> list[Conversation]:

@@ -1,0 +1,1 @@
+"""The pipeline's story: verbs in order."""

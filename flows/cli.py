@@ -1,0 +1,292 @@
+"""The `draftsmith` command. Heavy imports stay inside the commands, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from speculators_core.errors import ConfigError, DraftsmithError, Interrupted
+
+if TYPE_CHECKING:
+    from speculators_core.config import Recipe
+    from speculators_core.stages import Run, StageResult
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Keep the draft model of a vLLM deployment in step with its verifier.\n\n"
+    "`draftsmith retrain RECIPE` runs the whole loop; the other commands run one stage of it, with what comes before "
+    "taken from the store. State lives under DRAFTSMITH_HOME (default .draftsmith).",
+)
+data_app = typer.Typer(no_args_is_help=True, help="Look at conversations, let the verifier answer or write them.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure speed; results are ratios, since machines are noisy.")
+app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
+
+RecipeArgument = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="recipe file, e.g. deployments/recipes/demo.yaml")
+]
+SetOption = Annotated[
+    list[str], typer.Option("--set", metavar="A.B=C", help="override a key of the recipe; repeatable")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON for scripts instead of text")]
+NO_OVERRIDES: list[str] = []
+
+
+@app.command()
+def retrain(
+    recipe: RecipeArgument,
+    overrides: SetOption = NO_OVERRIDES,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything and say what would run")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the whole loop: preflight, prepare, capture, train, export, evaluate, register, promote."""
+    if dry_run:
+        status(recipe, overrides, as_json)
+        return
+    settings = prepare_environment()
+    loaded = load(recipe, overrides)
+    from tasks.adapters.prefect_server import prefect_api
+
+    with prefect_api(settings) as api:
+        from flows.retrain import retrain as flow
+
+        api.wait()
+        summary = flow(loaded)
+    target = settings.home / loaded.name / "report.json"
+    summary.write(target)
+    if as_json:
+        print(summary.model_dump_json(indent=2, by_alias=True))
+        return
+    from speculators_core.summary import rows
+
+    show_table(f"{loaded.name}", rows(summary))
+    print(f"report       {target}")
+    print("pages        make ui   (Prefect's and MLflow's, over the same stores)")
+    print(f"serve it     vllm serve {summary.draft.path}")
+
+
+@app.command()
+def prepare(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json: JsonOption = False) -> None:
+    """Turn conversations into token rows with loss masks."""
+    run_stages(recipe, overrides, "prepare", as_json)
+
+
+@app.command()
+def preflight(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json: JsonOption = False) -> None:
+    """Serve an untrained draft of the recipe's shape: does the runtime load it?"""
+    run_stages(recipe, overrides, "preflight", as_json)
+
+
+@app.command()
+def capture(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json: JsonOption = False) -> None:
+    """Capture the verifier's hidden states with vLLM; goes on at the shard where it was cut off."""
+    run_stages(recipe, overrides, "capture", as_json)
+
+
+@app.command()
+def train(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json: JsonOption = False) -> None:
+    """Train the draft on captured states; goes on at the last whole checkpoint."""
+    run_stages(recipe, overrides, "train", as_json)
+
+
+@app.command()
+def export(
+    recipe: RecipeArgument,
+    overrides: SetOption = NO_OVERRIDES,
+    to: Annotated[Path | None, typer.Option(help="also copy the draft to this new directory")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the trained draft as `vllm serve` loads it."""
+    results, run = run_stages(recipe, overrides, "export", as_json)
+    source = run.store.path(results[-1].ref)
+    if to is not None:
+        copy_draft(source, to)
+    if not as_json:
+        print(f"draft        {to or source}")
+
+
+@app.command()
+def evaluate(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json: JsonOption = False) -> None:
+    """Measure acceptance, losslessness and speed on the real engine."""
+    results, run = run_stages(recipe, overrides, "evaluate", as_json)
+    if not as_json:
+        print((run.store.path(results[-1].ref) / "report.md").read_text())
+
+
+@app.command()
+def register(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json: JsonOption = False) -> None:
+    """Register the evaluated draft in MLflow; safe to repeat."""
+    results, run = run_stages(recipe, overrides, "evaluate", as_json, show=False)
+    from tasks.release import register_draft
+
+    version = register_draft(run, by_name(results, "export").ref, by_name(results, "evaluate").ref)
+    show(version, as_json, f"{version.model} version {version.version}")
+
+
+@app.command()
+def promote(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json: JsonOption = False) -> None:
+    """Ask the gate, and move the alias `champion` when it passes."""
+    results, run = run_stages(recipe, overrides, "evaluate", as_json, show=False)
+    from tasks.release import promote_version, register_draft
+
+    evaluation = by_name(results, "evaluate").ref
+    version = register_draft(run, by_name(results, "export").ref, evaluation)
+    outcome = promote_version(run, version, evaluation, by_name(results, "prepare").ref)
+    show(outcome, as_json, f"{outcome.outcome}: {'; '.join(outcome.reasons)}")
+
+
+@app.command()
+def status(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json: JsonOption = False) -> None:
+    """Say which stages of a recipe are done, what would run, and what is registered."""
+    prepare_environment()
+    loaded = load(recipe, overrides)
+    from tasks.release import describe_status
+
+    found = describe_status(loaded)
+    if as_json:
+        print(found.model_dump_json(indent=2))
+        return
+    show_table(loaded.name, [(line.name, line.text) for line in found.lines])
+
+
+@app.command()
+def fingerprint(
+    directory: Annotated[Path, typer.Argument(help="a verifier's directory")], as_json: JsonOption = False
+) -> None:
+    """Digest of all that makes a draft stale, with one digest for each part."""
+    from speculators_core.verifier.fingerprint import fingerprint as compute
+
+    found = compute(directory, home=prepare_environment().home)
+    if as_json:
+        print(found.model_dump_json(indent=2))
+        return
+    show_table(str(directory), [("fingerprint", found.digest), *found.parts.items()])
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[Path | None, typer.Argument(help="also check this recipe's verifier and runtime")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check this machine: environments, runtime, stores, disk, and what earlier runs left behind."""
+    settings = prepare_environment()
+    from flows.doctor import examine
+
+    findings = examine(settings, load(recipe, []) if recipe else None)
+    if as_json:
+        print(json.dumps([f.model_dump() for f in findings], indent=2))
+    else:
+        show_table("doctor", [(f"{'ok ' if f.ok else 'BAD'} {f.name}", f.text) for f in findings])
+    if not all(f.ok for f in findings):
+        raise typer.Exit(1)
+
+
+# ------------------------------------------------------------------------------------------------------------ helpers
+
+
+def prepare_environment() -> Any:
+    """Set what Prefect and MLflow read before either is imported."""
+    from tasks.adapters.settings import apply_environment
+
+    return apply_environment()
+
+
+def load(recipe: Path, overrides: Sequence[str]) -> Recipe:
+    """The recipe with its overrides."""
+    from speculators_core.config import load_recipe
+
+    return load_recipe(recipe, overrides)
+
+
+def run_stages(
+    recipe: Path, overrides: Sequence[str], last: str, as_json: bool, *, show: bool = True
+) -> tuple[list[StageResult], Run]:
+    """Run the stages up to `last`, without Prefect and MLflow; print what each did."""
+    settings = prepare_environment()
+    from speculators_core.stages import Run, run_until
+
+    run = Run(load(recipe, overrides), settings.home, progress=None if as_json else ProgressLine())
+    results: list[StageResult] = []
+    for result in run_until(run, last):
+        results.append(result)
+        if show and not as_json:
+            print(f"{result.name:12} {'cached' if result.cached else f'{result.seconds:.0f} s':8} {result.ref.uri}")
+    if as_json and show:
+        print(json.dumps([r.model_dump(mode="json") for r in results], indent=2))
+    return results, run
+
+
+class ProgressLine:
+    """One line on a terminal, rewritten in place; silent elsewhere."""
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show done of total."""
+        if sys.stderr.isatty():
+            end = "\n" if done >= total else ""
+            print(
+                f"\r{done:,} of {total:,} ({100 * done / max(total, 1):.0f} %) ", end=end, file=sys.stderr, flush=True
+            )
+
+
+def by_name(results: Sequence[StageResult], name: str) -> StageResult:
+    """The result of one stage."""
+    return next(r for r in results if r.name == name)
+
+
+def copy_draft(source: Path, target: Path) -> None:
+    """Copy a draft to a directory that doesn't exist yet."""
+    import shutil
+
+    if target.exists():
+        raise ConfigError(f"{target} exists already", mend="name a new directory")
+    shutil.copytree(source, target)
+
+
+def show(value: Any, as_json: bool, text: str) -> None:
+    """Print a result as JSON or as a line."""
+    print(value.model_dump_json(indent=2) if as_json else text)
+
+
+def show_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """Label and value pairs in two columns."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    for label, value in rows:
+        table.add_row(label, value)
+    Console().print(table)
+
+
+def main() -> None:
+    """Run the command; errors of ours become one clear message and an exit status (2 recipe, 1 other, 130 signal)."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
+    for noisy in ("httpx", "httpcore", "alembic", "mlflow", "matplotlib", "prefect.server"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except (KeyboardInterrupt, Interrupted) as stop:
+        print(f"stopped: {stop}", file=sys.stderr)
+        sys.exit(130)
+    except DraftsmithError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except Exception as error:
+        if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "show"):
+            error.show()
+            sys.exit(getattr(error, "exit_code", 2))
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What `draftsmith doctor` looks at."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from speculators_core.errors import DraftsmithError
+from speculators_core.types import StrictModel
+
+if TYPE_CHECKING:
+    from speculators_core.config import Recipe
+    from tasks.adapters.settings import Settings
+
+MIN_FREE_GIB = 5
+
+
+class Finding(StrictModel):
+    """One thing that was looked at."""
+
+    name: str
+    ok: bool
+    text: str
+
+
+def examine(settings: Settings, recipe: Recipe | None) -> list[Finding]:
+    """Look at the machine, the stores and, given a recipe, at its verifier and runtime."""
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("state root", lambda: check_disk(settings)),
+        ("orphans", lambda: reap(settings)),
+        ("mlflow", lambda: check_mlflow(settings)),
+    ]
+    if recipe is not None:
+        from speculators_core.stages import Run
+
+        run = Run(recipe, settings.home)
+        checks += [
+            ("runtime", lambda: describe_runtime(run.runtime)),
+            ("verifier", lambda: f"{run.facts.model_type}, {run.facts.num_hidden_layers} layers at {run.verifier}"),
+            ("fingerprint", lambda: run.fingerprint.digest),
+            ("recipe", lambda: check_recipe(run)),
+        ]
+    return [look(name, check) for name, check in checks]
+
+
+def look(name: str, check: Callable[[], str]) -> Finding:
+    """One check; an error of ours becomes a finding."""
+    try:
+        return Finding(name=name, ok=True, text=check())
+    except DraftsmithError as error:
+        return Finding(name=name, ok=False, text=str(error))
+
+
+def check_disk(settings: Settings) -> str:
+    """Free space under the state root."""
+    free = shutil.disk_usage(settings.home).free / 2**30
+    if free < MIN_FREE_GIB:
+        raise DraftsmithError(
+            f"only {free:.1f} GiB are free at {settings.home}", mend="free some, or set DRAFTSMITH_HOME to another disk"
+        )
+    return f"{settings.home}, {free:.0f} GiB free"
+
+
+def reap(settings: Settings) -> str:
+    """End what dead runs left behind."""
+    from speculators_core.processes import reap_orphans
+
+    ended = reap_orphans(settings.home)
+    return f"ended {', '.join(ended)}" if ended else "none"
+
+
+def check_mlflow(settings: Settings) -> str:
+    """Open the tracking store."""
+    from tasks.adapters.tracking import Tracking
+
+    return Tracking(settings).uri
+
+
+def check_recipe(run: object) -> str:
+    """Everything about a recipe that can be wrong without an engine."""
+    from speculators_core.preflight import check_inputs
+    from speculators_core.stages import Run
+
+    assert isinstance(run, Run)
+    check_inputs(run.recipe, run.facts, run.verifier, run.layer_ids)
+    return f"layers {', '.join(map(str, run.layer_ids))}"
+
+
+def describe_runtime(info: object) -> str:
+    """One line about a runtime."""
+    from speculators_core.engine.runtime import RuntimeInfo
+
+    assert isinstance(info, RuntimeInfo)
+    return f"vLLM {info.vllm} on {info.device}, model runner {info.model_runner}, transformers {info.transformers}"

@@ -1,0 +1,27 @@
+"""The whole loop: from a verifier and conversations to a promoted draft."""
+
+from __future__ import annotations
+
+import time
+
+from speculators_core.config import Recipe
+from speculators_core.summary import LoopSummary
+from tasks import stages
+from tasks.policies import pipeline_flow
+from tasks.release import promote, register, summarise
+
+
+@pipeline_flow("retrain", description=__doc__)
+def retrain(recipe: Recipe) -> LoopSummary:
+    """Check that the draft can be served, capture the verifier, train, export, measure, register, and promote."""
+    started = time.monotonic()
+    checked = stages.preflight(recipe)
+    dataset = stages.prepare(recipe)
+    states = stages.capture(recipe, dataset.ref)
+    training = stages.train(recipe, states.ref)
+    draft = stages.export(recipe, training.ref)
+    evaluation = stages.evaluate(recipe, draft.ref, dataset.ref)
+    version = register(recipe, draft.ref, evaluation.ref)
+    promotion = promote(recipe, version, evaluation.ref, dataset.ref)
+    done = [checked, dataset, states, training, draft, evaluation]
+    return summarise(recipe, done, version, promotion, time.monotonic() - started)

@@ -1,0 +1,170 @@
+"""A recipe: everything that a run is made of, typed and strict.
+
+Each section is declared beside the code that reads it; this module only joins them, loads the
+YAML, applies `--set a.b=c`, and turns pydantic's complaints into sentences with the nearest right name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from speculators_core import registry
+from speculators_core.data.config import DataConfig
+from speculators_core.engine.runtime import Runtime
+from speculators_core.errors import ConfigError
+from speculators_core.evaluation.config import EvaluationConfig
+from speculators_core.lifecycle.config import GateConfig
+from speculators_core.states.config import CaptureConfig
+from speculators_core.training.config import TrainingConfig
+from speculators_core.types import StrictModel
+
+NAME = r"^[a-z0-9][a-z0-9-]*$"
+
+
+class VerifierConfig(StrictModel):
+    """The model that is served, and that the draft must agree with."""
+
+    path: str = Field(description="directory of the verifier: config.json, safetensors, tokenizer and chat template")
+    revision: str | None = Field(None, description="revision of the model, recorded with the draft")
+    publish_as: str | None = Field(
+        None, description="hub id to write into the draft as its verifier; without it the draft names a local path"
+    )
+    license: str | None = Field(
+        None, description="the verifier's licence, for the model card (a draft holds its embedding)"
+    )
+    trust_remote_code: bool = Field(False, description="allow code that the verifier's directory carries to run")
+
+
+class ExportConfig(StrictModel):
+    """What the model card says beyond what the run knows."""
+
+    data_license: str | None = Field(None, description="licence of the training data, for the model card")
+
+
+class Recipe(StrictModel):
+    """A complete, named run configuration."""
+
+    name: str = Field(pattern=NAME, description="name of the recipe; results go to <home>/<name>/")
+    deployment: str = Field(pattern=NAME, description="what is served: one registered model for each deployment")
+    verifier: VerifierConfig
+    runtime: Runtime = Field(default_factory=Runtime, description="the vLLM to capture and to measure with")
+    data: DataConfig
+    capture: CaptureConfig = Field(default_factory=CaptureConfig)
+    algorithm: dict[str, Any] = Field(description="`kind`, and that algorithm's own knobs")
+    draft_vocabulary: int | None = Field(
+        None, ge=1, description="size of the draft's vocabulary; null keeps the verifier's"
+    )
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    export: ExportConfig = Field(default_factory=ExportConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    gate: GateConfig = Field(default_factory=GateConfig)
+
+    @field_validator("algorithm")
+    @classmethod
+    def _known_algorithm(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if "kind" not in value:
+            raise ValueError(f"needs `kind`: one of {', '.join(sorted(registry.names()))}")
+        return value
+
+    def algorithm_config(self) -> StrictModel:
+        """The algorithm's own typed config; ConfigError names the field that is wrong."""
+        algorithm = registry.resolve(str(self.algorithm["kind"]))
+        return validate(algorithm.config, self.algorithm, where="algorithm")
+
+    def digest(self) -> str:
+        """sha256 of the resolved recipe: names the parent run in MLflow."""
+        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply `a.b=c` overrides (values are YAML).
+
+    Raises:
+        ConfigError: not a file, not YAML, an unknown key, a wrong type or value.
+    """
+    if not path.is_file():
+        near = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        raise ConfigError(f"no recipe at {path}", mend=f"recipes there: {', '.join(near)}" if near else None)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must be a mapping with the sections of a recipe")
+    for override in overrides:
+        apply_override(content, override)
+    recipe = validate(Recipe, content, where=str(path))
+    recipe.algorithm_config()  # its knobs are checked now, not when training starts
+    return recipe
+
+
+def apply_override(content: dict[str, Any], override: str) -> None:
+    """Set one dotted key in place; the value is parsed as YAML."""
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set {override!r} is not of the form section.key=value")
+    *parents, last = key.split(".")
+    node = content
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {override!r}: {parent!r} holds a value, not a section")
+        node = child
+    try:
+        node[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override!r}: the value is not YAML: {error}") from error
+
+
+Model = typing.TypeVar("Model", bound=BaseModel)
+
+
+def validate(model: type[Model], content: Mapping[str, Any], *, where: str) -> Model:
+    """Build a model, or raise a ConfigError with one line for each thing that is wrong."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        lines = [describe(model, problem) for problem in error.errors()]
+        raise ConfigError(f"{where}: " + "; ".join(lines)) from None
+
+
+def describe(model: type[BaseModel], problem: Any) -> str:
+    """One pydantic error as a sentence; unknown keys get the nearest right name."""
+    location = [part for part in problem["loc"] if isinstance(part, str)]
+    dotted = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] != "extra_forbidden":
+        return f"`{dotted}`: {problem['msg'].removeprefix('Value error, ')}"
+    parent = section_of(model, location[:-1])
+    names = sorted(parent.model_fields) if parent else []
+    near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
+    known = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(names)}"
+    return f"`{dotted}` is not a key of a recipe here; {known}"
+
+
+def section_of(model: type[BaseModel], location: Sequence[str]) -> type[BaseModel] | None:
+    """The model class that a dotted location leads to."""
+    current: type[BaseModel] | None = model
+    for part in location:
+        field = current.model_fields.get(part) if current else None
+        current = as_model(field.annotation) if field else None
+    return current
+
+
+def as_model(annotation: Any) -> type[BaseModel] | None:
+    """The pydantic model in an annotation, through `X | None`."""
+    options = (
+        typing.get_args(annotation)
+        if typing.get_origin(annotation) in (typing.Union, types.UnionType)
+        else [annotation]
+    )
+    return next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)

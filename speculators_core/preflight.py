@@ -1,0 +1,98 @@
+"""Before anything expensive: is the recipe possible, and does the runtime load a draft of this shape?"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from speculators_core.build import export_untrained
+from speculators_core.config import Recipe
+from speculators_core.data.conversations import check_sources
+from speculators_core.data.template import ChatTemplate
+from speculators_core.engine.client import GenerationRequest
+from speculators_core.engine.config import ServerSpec
+from speculators_core.engine.server import serve
+from speculators_core.errors import ConfigError, EngineError
+from speculators_core.evaluation.served import served_directory
+from speculators_core.formats.card import ModelCard
+from speculators_core.states.gates import check_layers
+from speculators_core.verifier.facts import VerifierFacts
+
+log = logging.getLogger(__name__)
+
+PROBE_TOKENS = 16
+
+
+def check_inputs(recipe: Recipe, facts: VerifierFacts, verifier: Path, layer_ids: tuple[int, ...]) -> None:
+    """Everything that can be known to be wrong without an engine.
+
+    Raises:
+        ConfigError, DataError, VerifierError: naming the field and the mend.
+    """
+    size = recipe.draft_vocabulary
+    if size is not None and size > facts.vocab_size:
+        raise ConfigError(
+            f"draft_vocabulary is {size}, but the verifier's vocabulary has {facts.vocab_size} tokens",
+            mend=f"set draft_vocabulary to at most {facts.vocab_size}, or to null for all of it",
+        )
+    check_layers(layer_ids, facts.num_hidden_layers)
+    if recipe.data.max_length > facts.max_position_embeddings:
+        raise ConfigError(
+            f"data.max_length is {recipe.data.max_length}, but the verifier's context is {facts.max_position_embeddings}",
+            mend=f"set data.max_length to at most {facts.max_position_embeddings}",
+        )
+    check_sources(recipe.data.sources)
+    ChatTemplate.load(verifier, recipe.data.template_kwargs)
+    if recipe.verifier.publish_as is None:
+        log.warning("the draft will name its verifier by a local path; set verifier.publish_as to make it portable")
+
+
+def serve_untrained(recipe: Recipe, home: Path, workspace: Path) -> dict[str, Any]:
+    """Export an untrained draft, have the runtime serve it alone, and draft a few tokens.
+
+    Raises:
+        EngineError: the runtime does not load the shape, or drafts nothing.
+    """
+    started = time.monotonic()
+    verifier = Path(recipe.verifier.path).absolute()
+    with tempfile.TemporaryDirectory(prefix="preflight-", dir=ensure(home / "scratch")) as scratch:
+        draft = export_untrained(
+            recipe.algorithm,
+            verifier,
+            recipe.draft_vocabulary,
+            str(verifier),
+            Path(scratch) / "draft",
+            ModelCard(title="untrained draft"),
+        )
+        with served_directory(draft, verifier, home / "scratch") as directory:
+            spec = ServerSpec(
+                model=str(directory),
+                max_model_len=256,
+                max_num_seqs=1,
+                kv_cache_gib=recipe.evaluation.kv_cache_gib,
+                trust_remote_code=recipe.verifier.trust_remote_code,
+            )
+            with serve(recipe.runtime, spec, home=home) as engine, engine.client() as client:
+                probe = GenerationRequest(
+                    id="probe", prompt_token_ids=(1, 2, 3), max_tokens=PROBE_TOKENS, ignore_eos=True
+                )
+                list(client.generate([probe], concurrency=1))
+                drafts = client.counters().drafts
+                vllm = engine.info.vllm
+    if not drafts:
+        raise EngineError(
+            "the runtime served the untrained draft but never drafted with it",
+            mend="look in the server's log for why speculation was turned off",
+        )
+    found = {"drafts": drafts, "vllm": vllm, "seconds": round(time.monotonic() - started, 1)}
+    (workspace / "preflight.json").write_text(f'{{"drafts": {drafts}, "vllm": "{vllm}"}}\n')
+    return found
+
+
+def ensure(directory: Path) -> Path:
+    """The directory, made if it isn't there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory

@@ -1,0 +1,125 @@
+"""What a stage shows while it works: a child run in MLflow, progress in Prefect, a line in the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
+from prefect.context import FlowRunContext
+
+from speculators_core.config import Recipe
+from speculators_core.stages import NotProduced, Run, StageResult
+from tasks.adapters.follow import follow_metrics
+from tasks.adapters.settings import settings
+from tasks.adapters.tracking import DatasetFacts, StageRun, Tracking
+
+log = logging.getLogger(__name__)
+
+LOG_EVERY_S = 10.0
+SHOW_EVERY_S = 2.0
+
+StageCall = Callable[[Run], StageResult]
+
+
+@cache
+def tracking() -> Tracking:
+    """This process's way into MLflow."""
+    return Tracking(settings())
+
+
+@cache
+def parent_run(recipe_digest: str, name: str) -> str:
+    """MLflow's parent run of a recipe, reopened once a process."""
+    return tracking().open_parent(recipe_digest, name=name, tags={"prefect.flow_run_id": flow_run_id()})
+
+
+def flow_run_id() -> str | None:
+    """Id of the Prefect flow run that we are in, if any."""
+    context = FlowRunContext.get()
+    return str(context.flow_run.id) if context and context.flow_run else None
+
+
+def observed(recipe: Recipe, name: str, call: StageCall, *, follow: str | None = None) -> StageResult:
+    """Run a stage, or find it in the store; a stage that works gets a child run and a progress artifact.
+
+    Args:
+        follow: file name in the stage's workspace whose metrics go to the child run while the stage works.
+    """
+    try:
+        return call(Run(recipe, settings().home, only_look=True))
+    except NotProduced:
+        pass
+    parent = parent_run(recipe.digest(), recipe.name)
+    with tracking().stage(parent, name, tags={"prefect.flow_run_id": flow_run_id()}) as child:
+        progress = Progress(name)
+        result = call(Run(recipe, settings().home, progress=progress, watch=follower(child, follow)))
+        child.params({"stage": name, "key": result.ref.uri.rsplit("/", 1)[-1]})
+        child.inputs([DatasetFacts(name=k, digest=d, context=name, uri=d, kind=k) for k, d in result.inputs.items()])
+        child.metrics({"seconds": result.seconds, **numbers(result.summary)})
+        child.json("summary.json", result.summary)
+    show_summary(name, result)
+    return result
+
+
+def follower(child: StageRun, file: str | None) -> Callable[[Path], AbstractContextManager[Any]] | None:
+    """What the stage enters around its work, so that a file of its workspace is followed into MLflow."""
+    if file is None:
+        return None
+    return lambda workspace: follow_metrics(workspace / file, child)
+
+
+class Progress:
+    """Shows (done, total) in Prefect's UI and, less often, in the log."""
+
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+        self._artifact: Any = None
+        self._started = time.monotonic()
+        self._shown = self._logged = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Note progress; cheap when called often."""
+        now = time.monotonic()
+        share = done / total if total else 1.0
+        last = done >= total
+        if now - self._logged >= LOG_EVERY_S or last:
+            self._logged = now
+            left = (now - self._started) * (1 - share) / share if share else float("nan")
+            log.info("stage=%s progress=%d/%d (%.0f %%), about %.0f s left", self.stage, done, total, 100 * share, left)
+        if now - self._shown >= SHOW_EVERY_S or last:
+            self._shown = now
+            self._show(100 * share)
+
+    def _show(self, percent: float) -> None:
+        if FlowRunContext.get() is None:
+            return
+        if self._artifact is None:
+            self._artifact = create_progress_artifact(progress=percent, key=f"progress-{self.stage}")
+        else:
+            update_progress_artifact(artifact_id=self._artifact, progress=percent)
+
+
+def show_summary(name: str, result: StageResult) -> None:
+    """The stage's numbers as a Markdown artifact in Prefect's UI."""
+    if FlowRunContext.get() is None:
+        return
+    lines = [f"## {name}", "", f"took {result.seconds:.1f} s", "", "| | |", "|---|---|"]
+    lines += [f"| {key} | {value:g} |" for key, value in numbers(result.summary).items()]
+    create_markdown_artifact("\n".join(lines), key=f"stage-{name}")
+
+
+def numbers(summary: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Numeric leaves of a summary, by dotted name."""
+    found: dict[str, float] = {}
+    for key, value in summary.items():
+        if isinstance(value, Mapping):
+            found.update(numbers(value, f"{prefix}{key}."))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[f"{prefix}{key}"] = float(value)
+    return found

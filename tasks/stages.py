@@ -1,0 +1,50 @@
+"""The loop's stages as Prefect tasks: a name, a retry policy, then one call.
+
+Each attempt that does work is a child run in MLflow; a stage found in the store is only noted. Results are small
+JSON references.
+"""
+
+from __future__ import annotations
+
+from speculators_core import stages
+from speculators_core.config import Recipe
+from speculators_core.stages import StageResult
+from speculators_core.types import ArtifactRef
+from tasks.observe import observed
+from tasks.policies import stage_task
+
+
+@stage_task("preflight", retries=1)
+def preflight(recipe: Recipe) -> StageResult:
+    """An untrained draft of this shape is loaded by the real runtime, before anything expensive."""
+    return observed(recipe, "preflight", stages.preflight)
+
+
+@stage_task("prepare", retries=0)
+def prepare(recipe: Recipe) -> StageResult:
+    """Conversations become token rows with loss masks."""
+    return observed(recipe, "prepare", stages.prepare)
+
+
+@stage_task("capture")
+def capture(recipe: Recipe, dataset: ArtifactRef) -> StageResult:
+    """The verifier's hidden states at every token of every row."""
+    return observed(recipe, "capture", lambda run: stages.capture(run, dataset))
+
+
+@stage_task("train", retries=1)
+def train(recipe: Recipe, states: ArtifactRef) -> StageResult:
+    """A draft trained on the states; its metrics reach MLflow while it trains."""
+    return observed(recipe, "train", lambda run: stages.train(run, states), follow="metrics.jsonl")
+
+
+@stage_task("export", retries=0)
+def export(recipe: Recipe, training: ArtifactRef) -> StageResult:
+    """The best checkpoint as vLLM loads it."""
+    return observed(recipe, "export", lambda run: stages.export(run, training))
+
+
+@stage_task("evaluate")
+def evaluate(recipe: Recipe, draft: ArtifactRef, dataset: ArtifactRef) -> StageResult:
+    """Acceptance, losslessness and speed on the real engine."""
+    return observed(recipe, "evaluate", lambda run: stages.evaluate_exported(run, draft, dataset))
