@@ -1,0 +1,369 @@
+"""Measured runs: one engine, the prepared prompts, greedy replies, and what the engine counted.
+
+A run leaves a directory, written whole or not at all, that is an artifact of its own: a baseline belongs to
+verifier, runtime and prompts and serves every draft that is measured on them.
+
+    measure_baseline → baseline.json, replies.safetensors (token ids, so that later drafts can be held against them)
+    measure_draft    → measurement.json, per_prompt.jsonl (counts only)
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speculators_core.engine.client import EngineClient, Generation, GenerationRequest
+from speculators_core.engine.metrics import SpecDecodeCounters
+from speculators_core.engine.runtime import Runtime, probe_runtime
+from speculators_core.engine.server import ServerSpec, serve
+from speculators_core.errors import EvaluationError
+from speculators_core.evaluation.config import EvaluationConfig
+from speculators_core.evaluation.lossless import find_divergences, repeated_share
+from speculators_core.evaluation.records import (
+    Baseline,
+    EvaluationPrompt,
+    Measurement,
+    prompts_digest,
+    read_baseline,
+    read_replies,
+    write_replies,
+)
+from speculators_core.evaluation.report import Divergence, Identity, PromptCounts, write_jsonl, write_text
+from speculators_core.evaluation.served import draft_digest, drafted_tokens, served_directory
+from speculators_core.types import ProgressCallback
+from speculators_core.verifier.facts import read_facts
+
+log = logging.getLogger(__name__)
+_WARMUP_TOKENS = 8
+_SETTLE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """Replies in the order of the prompts, and the wall time of all of them together."""
+
+    replies: tuple[Generation, ...]
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens."""
+        return sum(len(reply.token_ids) for reply in self.replies)
+
+    def by_id(self) -> dict[str, tuple[int, ...]]:
+        """Token ids of each reply."""
+        return {reply.id: reply.token_ids for reply in self.replies}
+
+
+def measure_baseline(
+    verifier_dir: Path,
+    prompts: Sequence[EvaluationPrompt],
+    runtime: Runtime,
+    config: EvaluationConfig,
+    *,
+    home: Path,
+    output: Path,
+    verifier_fingerprint: str,
+    progress: ProgressCallback | None = None,
+) -> Baseline:
+    """Serve the verifier alone, twice over the prompts in different order, and write what was found to `output`.
+
+    Raises:
+        EngineError: the engine did not start, or died.
+        EvaluationError: no prompt, a prompt twice, or one that does not fit the verifier's context.
+    """
+    chosen = _choose(prompts, verifier_dir, config)
+    requests = _requests(chosen, config)
+    shuffled = list(requests)
+    random.Random(config.seed).shuffle(shuffled)
+    report = _Progress(progress, 2 * len(requests))
+    started = time.monotonic()
+    with serve(
+        runtime,
+        _spec(str(verifier_dir.resolve()), chosen, config),
+        home=home,
+        startup_timeout_s=config.startup_timeout_s,
+    ) as engine:
+        with engine.client() as client:
+            engine_seconds = time.monotonic() - started
+            _warm_up(client, requests, config)
+            first = _run(client, requests, config, report)
+            second = _run(client, shuffled, config, report)
+            divergences = find_divergences(
+                client, _token_ids(chosen), first.by_id(), second.by_id(), concurrency=config.concurrency
+            )
+        baseline = Baseline(
+            verifier_fingerprint=verifier_fingerprint,
+            runtime_key=engine.info.key,
+            vllm=engine.info.vllm,
+            prompts=prompts_digest(chosen),
+            count=len(chosen),
+            max_new_tokens=config.max_new_tokens,
+            concurrency=config.concurrency,
+            tokens=first.tokens,
+            seconds=first.seconds,
+            engine_seconds=engine_seconds,
+            divergences=divergences,
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    write_replies(output / "replies.safetensors", [reply.token_ids for reply in first.replies])
+    write_text(output / "baseline.json", baseline.model_dump_json(indent=2) + "\n")
+    log.info("baseline: %d tokens at %.0f tokens/s", baseline.tokens, baseline.tokens_per_second)
+    return baseline
+
+
+def measure_draft(
+    draft_dir: Path,
+    verifier_dir: Path,
+    prompts: Sequence[EvaluationPrompt],
+    runtime: Runtime,
+    config: EvaluationConfig,
+    *,
+    home: Path,
+    output: Path,
+    verifier_fingerprint: str,
+    baseline: Path | None = None,
+    progress: ProgressCallback | None = None,
+) -> Measurement:
+    """Serve the draft with its verifier, run the prompts once, and write what the engine counted to `output`.
+
+    Args:
+        baseline: directory of `measure_baseline` on the same verifier, runtime and prompts: replies are held
+            against its; without one losslessness and speed stay unknown.
+
+    Raises:
+        EngineError: the engine did not start, or died.
+        EvaluationError: prompts as in `measure_baseline`, a baseline of something else, nothing drafted, or counters
+            that are not this run's alone.
+    """
+    chosen = _choose(prompts, verifier_dir, config)
+    requests = _requests(chosen, config)
+    k = config.k or drafted_tokens(draft_dir)
+    identity = Identity(
+        draft=draft_digest(draft_dir),
+        verifier_fingerprint=verifier_fingerprint,
+        runtime_key=(info := probe_runtime(runtime, home=home)).key,
+        vllm=info.vllm,
+        prompts=prompts_digest(chosen),
+    )
+    expected = None if baseline is None else _expected_replies(baseline, chosen, config, identity)
+    started = time.monotonic()
+    with served_directory(draft_dir, verifier_dir, home / "scratch") as served:
+        spec = _spec(str(served.resolve()), chosen, config, k=k)
+        with (
+            serve(runtime, spec, home=home, startup_timeout_s=config.startup_timeout_s) as engine,
+            engine.client() as client,
+        ):
+            engine_seconds = time.monotonic() - started
+            _warm_up(client, requests, config)
+            before = _settled_counters(client)
+            run = _run(client, requests, config, _Progress(progress, len(requests)))
+            counted = _settled_counters(client) - before
+            divergences = None
+            if expected is not None:
+                divergences = find_divergences(
+                    client, _token_ids(chosen), run.by_id(), expected, concurrency=config.concurrency
+                )
+    per_prompt = _count_prompts(chosen, run, k, divergences, config)
+    _require_same_counts(counted, per_prompt)
+    measurement = Measurement(
+        identity=identity,
+        k=k,
+        count=len(chosen),
+        max_new_tokens=config.max_new_tokens,
+        concurrency=config.concurrency,
+        drafts=counted.drafts,
+        draft_tokens=counted.draft_tokens,
+        accepted=counted.accepted,
+        accepted_per_position=_padded(counted.accepted_per_position, k),
+        tokens=run.tokens,
+        seconds=run.seconds,
+        engine_seconds=engine_seconds,
+        divergences=divergences,
+        per_prompt=per_prompt,
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    write_jsonl(output / "per_prompt.jsonl", per_prompt)
+    write_text(output / "measurement.json", measurement.model_dump_json(indent=2) + "\n")
+    log.info("draft: AL %.3f at K = %d on %d prompts", counted.acceptance_length, k, len(chosen))
+    return measurement
+
+
+def _choose(
+    prompts: Sequence[EvaluationPrompt], verifier_dir: Path, config: EvaluationConfig
+) -> Sequence[EvaluationPrompt]:
+    chosen = prompts[: config.max_prompts]
+    if not chosen:
+        raise EvaluationError(
+            "there is no prompt to evaluate on", mend="raise data.evaluation_prompts and prepare again"
+        )
+    if len({prompt.id for prompt in chosen}) != len(chosen):
+        raise EvaluationError("two evaluation prompts have one id", mend="prepare the data again")
+    longest = max(chosen, key=lambda prompt: len(prompt.prompt_token_ids))
+    need, limit = _context(chosen, config, config.k or 1), read_facts(verifier_dir).max_position_embeddings
+    if need > limit:
+        raise EvaluationError(
+            f"prompt {longest.id} has {len(longest.prompt_token_ids)} tokens; with {config.max_new_tokens} new ones it "
+            f"does not fit the verifier's {limit} positions",
+            mend="lower evaluation.max_new_tokens or data.max_length",
+        )
+    return chosen
+
+
+def _context(prompts: Sequence[EvaluationPrompt], config: EvaluationConfig, k: int) -> int:
+    return max(len(prompt.prompt_token_ids) for prompt in prompts) + config.max_new_tokens + k + 1
+
+
+def _requests(prompts: Sequence[EvaluationPrompt], config: EvaluationConfig) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(id=p.id, prompt_token_ids=tuple(p.prompt_token_ids), max_tokens=config.max_new_tokens)
+        for p in prompts
+    ]
+
+
+def _token_ids(prompts: Sequence[EvaluationPrompt]) -> dict[str, Sequence[int]]:
+    return {prompt.id: prompt.prompt_token_ids for prompt in prompts}
+
+
+def _spec(
+    model: str, prompts: Sequence[EvaluationPrompt], config: EvaluationConfig, *, k: int | None = None
+) -> ServerSpec:
+    return ServerSpec(
+        model=model,
+        dtype=config.dtype,
+        max_model_len=_context(prompts, config, k or config.k or 1),
+        max_num_seqs=config.concurrency,
+        kv_cache_gib=config.kv_cache_gib,
+        enforce_eager=config.enforce_eager,
+        # a draft served alone brings its method and verifier; this lays K over its own
+        speculative=None if k is None else {"num_speculative_tokens": k},
+        per_request_metrics=k is not None,
+    )
+
+
+def _warm_up(client: EngineClient, requests: Sequence[GenerationRequest], config: EvaluationConfig) -> None:
+    short = [
+        request.model_copy(update={"max_tokens": min(_WARMUP_TOKENS, request.max_tokens)})
+        for request in requests[: config.warmup_prompts]
+    ]
+    for _ in client.generate(short, concurrency=config.concurrency):
+        pass
+
+
+def _run(
+    client: EngineClient, requests: Sequence[GenerationRequest], config: EvaluationConfig, progress: _Progress
+) -> Run:
+    started = time.monotonic()
+    replies = tuple(client.generate(requests, concurrency=config.concurrency, on_result=progress))
+    return Run(replies, time.monotonic() - started)
+
+
+def _settled_counters(client: EngineClient) -> SpecDecodeCounters:
+    """The counters once they stand still: the server updates them just after it has answered."""
+    deadline = time.monotonic() + _SETTLE_S
+    found = client.counters()
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        again = client.counters()
+        if again == found:
+            return found
+        found = again
+    raise EvaluationError(
+        "the engine drafts although nobody asks", mend="keep other requests away while it is measured"
+    )
+
+
+def _count_prompts(
+    prompts: Sequence[EvaluationPrompt],
+    run: Run,
+    k: int,
+    divergences: Sequence[Divergence] | None,
+    config: EvaluationConfig,
+) -> tuple[PromptCounts, ...]:
+    parted = None if divergences is None else {divergence.id for divergence in divergences}
+    return tuple(
+        _prompt_counts(prompt, reply, k, None if parted is None else prompt.id not in parted, config)
+        for prompt, reply in zip(prompts, run.replies, strict=True)
+    )
+
+
+def _prompt_counts(
+    prompt: EvaluationPrompt, reply: Generation, k: int, identical: bool | None, config: EvaluationConfig
+) -> PromptCounts:
+    found: Any = reply.spec_metrics
+    if found is None and len(reply.token_ids) <= 1:  # ended with its first token: nothing was drafted
+        found = {"acceptance_histogram": [0]}
+    try:
+        # histogram[j]: drafts of which exactly j tokens were accepted
+        histogram = [int(count) for count in found["acceptance_histogram"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise EvaluationError(
+            f"the engine did not say what was accepted in its reply to {prompt.id}",
+            mend="use a vLLM that has --per-request-spec-decode-metrics (0.32 does)",
+        ) from error
+    return PromptCounts(
+        id=prompt.id,
+        domain=prompt.domain,
+        tokens=len(reply.token_ids),
+        drafts=sum(histogram),
+        accepted=sum(j * count for j, count in enumerate(histogram)),
+        accepted_per_position=_padded(tuple(sum(histogram[i:]) for i in range(1, len(histogram))), k),
+        repeated_share=repeated_share(reply.token_ids, config.loop_ngram),
+        identical=identical,
+    )
+
+
+def _require_same_counts(counted: SpecDecodeCounters, per_prompt: Sequence[PromptCounts]) -> None:
+    drafts, accepted = sum(row.drafts for row in per_prompt), sum(row.accepted for row in per_prompt)
+    if not counted.drafts:
+        raise EvaluationError(
+            "the engine drafted nothing", mend="look in the engine's log whether the draft was loaded"
+        )
+    if (drafts, accepted) != (counted.drafts, counted.accepted):
+        raise EvaluationError(
+            f"the engine's counters ({counted.drafts} drafts, {counted.accepted} accepted) are not the sum over the "
+            f"prompts ({drafts}, {accepted}): somebody else's requests, or a request sent twice, were counted",
+            mend="keep other requests away from the engine while it is measured",
+        )
+
+
+def _expected_replies(
+    directory: Path, prompts: Sequence[EvaluationPrompt], config: EvaluationConfig, identity: Identity
+) -> Mapping[str, Sequence[int]]:
+    baseline = read_baseline(directory)
+    for name in ("verifier_fingerprint", "runtime_key", "prompts"):
+        if getattr(baseline, name) != getattr(identity, name):
+            raise EvaluationError(
+                f"the baseline at {directory} is of another {name.replace('_', ' ')}",
+                mend="measure the baseline on this evaluation's verifier, runtime and prompts",
+            )
+    for name in ("max_new_tokens", "concurrency"):
+        if getattr(baseline, name) != getattr(config, name):
+            raise EvaluationError(
+                f"the baseline at {directory} was run with another {name}", mend="measure both with one config"
+            )
+    replies = read_replies(directory / "replies.safetensors")
+    return {prompt.id: reply for prompt, reply in zip(prompts, replies, strict=True)}
+
+
+def _padded(values: Sequence[int], k: int) -> tuple[int, ...]:
+    return (*values, *(0,) * (k - len(values)))[:k]
+
+
+class _Progress:
+    """Counts results from several threads and hands (done, total) on."""
+
+    def __init__(self, callback: ProgressCallback | None, total: int) -> None:
+        self._callback, self._total, self._done, self._lock = callback, total, 0, threading.Lock()
+
+    def __call__(self, result: Generation) -> None:
+        with self._lock:
+            self._done += 1
+            if self._callback is not None:
+                self._callback(self._done, self._total)

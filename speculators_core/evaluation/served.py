@@ -1,0 +1,80 @@
+"""A draft directory as the engine is given it: the draft alone, with its verifier where we know it to be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from speculators_core.errors import FormatError
+
+
+def drafted_tokens(draft_dir: Path) -> int:
+    """Tokens a step that the draft's own config asks for.
+
+    Raises: FormatError where the directory is no draft.
+    """
+    config = _read_config(draft_dir)
+    try:
+        return int(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise FormatError(
+            f"{draft_dir}/config.json does not say how many tokens to draft",
+            mend="export the draft again, or set evaluation.k",
+        ) from error
+
+
+def draft_digest(draft_dir: Path) -> str:
+    """sha256 over the draft's config.json and weights, wherever the directory lies."""
+    _read_config(draft_dir)
+    digest = hashlib.sha256()
+    for path in sorted([draft_dir / "config.json", *draft_dir.glob("*.safetensors")]):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+@contextmanager
+def served_directory(draft_dir: Path, verifier_dir: Path, scratch: Path) -> Iterator[Path]:
+    """The draft as a directory that names `verifier_dir` as its verifier, for `--model`.
+
+    vLLM serves a draft alone by the verifier that its config names. Where that is another path or a hub id, a
+    temporary directory under `scratch` stands in: the same weights by symbolic link, and a config.json with our
+    path. So any draft can be measured on any verifier, the incumbent on a new verifier included.
+    """
+    config = _read_config(draft_dir)
+    verifier = config.get("speculators_config", {}).get("verifier", {})
+    target = str(verifier_dir.resolve())
+    if verifier.get("name_or_path") == target:
+        yield draft_dir
+        return
+    scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="draft-", dir=scratch) as name:
+        view = Path(name)
+        for path in draft_dir.iterdir():
+            if path.name != "config.json":
+                (view / path.name).symlink_to(path.resolve())
+        patched = config | {
+            "speculators_config": config.get("speculators_config", {})
+            | {"verifier": {**verifier, "name_or_path": target}}
+        }
+        (view / "config.json").write_text(json.dumps(patched, indent=2, sort_keys=True) + "\n")
+        yield view
+
+
+def _read_config(draft_dir: Path) -> dict[str, Any]:
+    path = draft_dir / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path} cannot be read: {error}", mend="give the directory of an exported draft") from error
+    if not isinstance(config, dict) or "speculators_config" not in config:
+        raise FormatError(
+            f"{draft_dir} is no draft: its config.json has no speculators_config",
+            mend="give the directory of an exported draft, not of its verifier",
+        )
+    return config
