@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ TIMED_OUT = supervisor.TIMED_OUT
 OWNER_VARIABLE = "DRAFTSMITH_RUN"
 """Environment variable naming the run that owns the processes started under it; `kill_all` can select by it."""
 
+_KILL_S = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -91,13 +92,14 @@ def supervise(
     log: Path,
     env: Mapping[str, str | None] | None = None,
     timeout_s: float | None = None,
+    grace_s: float = 10,
     cwd: Path | None = None,
 ) -> SupervisedProcess:
     """Start a command that dies with us.
 
-    `env` is laid over our own environment (None removes a variable). `timeout_s` acts on the process: it is
-    ended and leaves with status 124. Output goes to `log` (appended). Orphans under `home` are reaped first.
-    Raises DraftsmithError when the command cannot be started.
+    `env` is laid over our own environment (None removes a variable). `timeout_s` acts on the process: it is ended and
+    leaves with status 124. `grace_s` lies between SIGTERM and SIGKILL when the time is over, or we are. Output goes to
+    `log` (appended). Orphans under `home` are reaped first. Raises DraftsmithError when the command cannot be started.
     """
     home = home.resolve()
     reap_orphans(home)
@@ -116,6 +118,7 @@ def supervise(
         "mark": uuid.uuid4().hex,
         "parent": [os.getpid(), supervisor.start_ticks(os.getpid())],
         "timeout_s": timeout_s,
+        "grace_s": grace_s,
     }
     with log.open("ab") as errors:
         process = subprocess.Popen(
@@ -192,23 +195,30 @@ def _alive(identity: Sequence[int]) -> bool:
 
 
 def _end(record: Mapping[str, Any], grace_s: float) -> bool:
-    """Ask the supervisor, when it lives, to end its processes; then kill what is left. True when anything lived."""
-    pid = record["supervisor"][0]
-    lived = bool(_survivors(record))
-    if _alive(record["supervisor"]):
-        lived = True
-        supervisor.send(pid, signal.SIGTERM)
-        deadline = time.monotonic() + grace_s + 10
-        while _alive(record["supervisor"]) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if _alive(record["supervisor"]):
+    """Ask the supervisor, when it lives, to end its processes; kill what is left after the grace. True: some lived."""
+    watcher = record["supervisor"]
+    lived = _alive(watcher) or bool(_survivors(record))
+    if _alive(watcher):
+        supervisor.send(watcher[0], signal.SIGTERM)
+        _wait_until(lambda: not _alive(watcher), grace_s)
+
+    def gone() -> bool:
+        left = _survivors(record)
+        for pid in left:
             supervisor.send(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while (left := _survivors(record)) and time.monotonic() < deadline:
-        for survivor in left:
-            supervisor.send(survivor, signal.SIGKILL)
-        time.sleep(0.05)
+        return not left
+
+    _wait_until(gone, _KILL_S)
+    _wait_until(lambda: not _alive(watcher), _KILL_S)  # it leaves by itself once nothing is below it
+    if _alive(watcher):
+        supervisor.send(watcher[0], signal.SIGKILL)
     return lived
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _survivors(record: Mapping[str, Any]) -> set[int]:

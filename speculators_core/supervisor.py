@@ -80,7 +80,7 @@ class Supervisor:
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.request = request
-        self.grace_s = 10.0
+        self.grace_s = float(request["grace_s"])
         self.asked_to_stop = False
         self.record_path = Path(request["records"]) / f"{request['name']}-{os.getpid()}.json"
         self.recorded: dict[int, int] = {}
