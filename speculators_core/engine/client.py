@@ -185,8 +185,10 @@ class EngineClient:
                     yield from next_result()
             while pending:
                 yield from next_result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # what is in flight ends with the server, or by its timeout
+            raise
+        pool.shutdown()
 
     def _generate(self, request: GenerationRequest) -> Generation:
         body: dict[str, Any] = {

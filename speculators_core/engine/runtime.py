@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import subprocess
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 import httpx
@@ -78,7 +78,7 @@ class RuntimeInfo(StrictModel):
     torch: str = Field(description="version of torch")
     transformers: str = Field(description="version of transformers")
 
-    @cached_property
+    @property
     def key(self) -> str:
         """sha256 (hex) of vLLM version, build, device and model runner: `runtime.key`."""
         identity = [self.vllm, self.build, self.device, self.model_runner]
