@@ -23,6 +23,7 @@ class EvaluationConfig(StrictModel):
     kv_cache_gib: float = Field(default=2.0, gt=0, description="Size of each engine's KV cache in GiB.")
     enforce_eager: bool = Field(default=True, description="No graph capture; set false on a GPU where speed counts.")
     startup_timeout_s: float = Field(default=300.0, gt=0, description="Longest wait for an engine to become ready.")
+    request_timeout_s: float = Field(default=600.0, gt=0, description="Longest wait for one reply.")
 
     tie_gap: float = Field(
         default=0.5,
@@ -39,4 +40,4 @@ class EvaluationConfig(StrictModel):
     def run_inputs(self, *, speculation: bool) -> dict[str, Json]:
         """The fields that a run's cache key needs; those of a run without speculation leave `k` out."""
         names = {"max_prompts", "max_new_tokens", "concurrency", "warmup_prompts", "dtype", "enforce_eager", "seed"}
-        return self.model_dump(mode="json", include=names | ({"k"} if speculation else set()))
+        return self.model_dump(mode="json", include=names | ({"k", "loop_ngram"} if speculation else set()))

@@ -90,7 +90,7 @@ def measure_baseline(
         home=home,
         startup_timeout_s=config.startup_timeout_s,
     ) as engine:
-        with engine.client() as client:
+        with engine.client(timeout_s=config.request_timeout_s) as client:
             engine_seconds = time.monotonic() - started
             _warm_up(client, requests, config)
             first = _run(client, requests, config, report)
@@ -158,7 +158,7 @@ def measure_draft(
         spec = _spec(str(served.resolve()), chosen, config, k=k)
         with (
             serve(runtime, spec, home=home, startup_timeout_s=config.startup_timeout_s) as engine,
-            engine.client() as client,
+            engine.client(timeout_s=config.request_timeout_s) as client,
         ):
             engine_seconds = time.monotonic() - started
             _warm_up(client, requests, config)

@@ -1,0 +1,69 @@
+"""A draft as the engine is given it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from speculators_core.errors import FormatError
+from speculators_core.evaluation.served import draft_digest, drafted_tokens, served_directory
+
+FIXTURES = Path(__file__).parents[3] / "fixtures"
+
+
+@pytest.fixture
+def draft(tmp_path):
+    path = tmp_path / "draft"
+    path.mkdir()
+    (path / "config.json").write_text((FIXTURES / "eagle3_llama_128.config.json").read_text())
+    (path / "model.safetensors").write_bytes(b"weights")
+    return path
+
+
+def name_verifier(draft: Path, name: str) -> None:
+    config = json.loads((draft / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = name
+    (draft / "config.json").write_text(json.dumps(config))
+
+
+def test_a_draft_that_names_this_verifier_is_served_as_it_is(draft, tmp_path):
+    verifier = tmp_path / "verifier"
+    name_verifier(draft, str(verifier))
+    with served_directory(draft, verifier, tmp_path / "scratch") as served:
+        assert served == draft
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_a_draft_of_another_name_is_served_with_this_verifier_and_its_own_weights(draft, tmp_path):
+    before = (draft / "config.json").read_text()
+    with served_directory(draft, tmp_path / "verifier", tmp_path / "scratch") as served:
+        config = json.loads((served / "config.json").read_text())
+        assert config["speculators_config"]["verifier"]["name_or_path"] == str(tmp_path / "verifier")
+        config["speculators_config"]["verifier"]["name_or_path"] = "tiny-verifier"
+        assert config == json.loads(before)
+        assert (served / "model.safetensors").read_bytes() == b"weights"
+    assert not served.exists()
+    assert (draft / "model.safetensors").is_file()
+    assert (draft / "config.json").read_text() == before
+
+
+def test_drafted_tokens_and_digest(draft, tmp_path):
+    assert drafted_tokens(draft) == 3
+    digest = draft_digest(draft)
+    draft.rename(tmp_path / "elsewhere")
+    assert draft_digest(tmp_path / "elsewhere") == digest
+    (tmp_path / "elsewhere" / "model.safetensors").write_bytes(b"other weights")
+    assert draft_digest(tmp_path / "elsewhere") != digest
+
+
+def test_what_is_no_draft_is_refused(tmp_path):
+    with pytest.raises(FormatError, match="cannot be read"):
+        drafted_tokens(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(FormatError, match="no draft"):
+        draft_digest(tmp_path)
+    (tmp_path / "config.json").write_text('{"speculators_config": {}}')
+    with pytest.raises(FormatError, match="how many tokens"):
+        drafted_tokens(tmp_path)
