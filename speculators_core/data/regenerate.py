@@ -26,6 +26,7 @@ from pydantic import Field
 
 from speculators_core.data.config import RegenerationConfig
 from speculators_core.data.conversations import Conversation, Message, canonical, content_id
+from speculators_core.data.rows import RowSet
 from speculators_core.data.template import ChatTemplate
 from speculators_core.engine.client import EngineClient, Generation, GenerationRequest, RequestError
 from speculators_core.errors import DataError, EngineError
@@ -141,6 +142,43 @@ def regenerate(
         cut=dict(sorted(cut.items())),
         dropped=dict(sorted((+dropped).items())),
     )
+
+
+@dataclass(frozen=True)
+class CapturedRows:
+    """Addresses of the hidden states that regeneration left behind.
+
+    handles: row index -> handle (JSON) of the record whose ids are the row's, last one excepted · unused: handles of
+    records that no row needs (earlier turns of a shared row, held-back prompts), for the caller to delete.
+    """
+
+    handles: Mapping[int, Json]
+    unused: tuple[Json, ...]
+
+
+def captured_rows(regenerated: Path, rows: RowSet) -> CapturedRows:
+    """Match the records named in a regenerated file with the rows that `prepare` made of it.
+
+    A row without an entry in `handles` (truncated, or with a reply from elsewhere) has to be captured by itself.
+    """
+    turns: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for line in regenerated.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        for turn in record["turns"]:
+            if isinstance(turn.get("kv_transfer_params"), Mapping) and "handle" in turn["kv_transfer_params"]:
+                turns.setdefault((record["id"], turn["message"]), []).append(turn)
+    handles: dict[int, Json] = {}
+    for index in range(rows.num_rows):
+        origin = rows.record(index)
+        candidates = turns.get((origin.conversation, origin.turns[-1]), [])
+        ids = rows.row(index).input_ids.tolist() if candidates else []
+        for turn in candidates:
+            if turn["prompt_token_ids"] + turn["token_ids"] == ids:
+                handles[index] = turn["kv_transfer_params"]["handle"]
+                candidates.remove(turn)
+                break
+    unused = (turn["kv_transfer_params"]["handle"] for left in turns.values() for turn in left)
+    return CapturedRows(handles, tuple(unused))
 
 
 class _Worker:

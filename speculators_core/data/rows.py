@@ -181,6 +181,13 @@ class RowSet:
             loss_mask=self._mask[start:end].to(torch.bool),
         )
 
+    def record(self, i: int) -> RowRecord:
+        """Where row i comes from."""
+        record = self._records[i]
+        return RowRecord(
+            record["id"], record["domain"], record["split"], record["conversation"], tuple(record["turns"])
+        )
+
     def length(self, i: int) -> int:
         """Tokens of row i, without reading them."""
         return self._offsets[i + 1] - self._offsets[i]
