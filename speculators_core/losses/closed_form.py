@@ -41,10 +41,14 @@ class Distribution:
         return self.logits_ND.argmax(dim=-1)
 
     @cached_property
+    def peak_N(self) -> Tensor:
+        """The largest logit: far cheaper to find than where it is."""
+        return self.logits_ND.amax(dim=-1)
+
+    @cached_property
     def lse_N(self) -> Tensor:
         """log Σ exp(logits): the top logit minus its log-probability, which saves a second pass of exponentials."""
-        top_N1 = self.top_N[:, None]
-        return (self.logits_ND.gather(1, top_N1) - self.probs_ND.gather(1, top_N1).log()).squeeze(1)
+        return self.peak_N - self.probs_ND.amax(dim=-1).log()
 
     @cached_property
     def log_probs_ND(self) -> Tensor:
@@ -57,9 +61,12 @@ class Distribution:
         mean_N: Tensor = torch.linalg.vecdot(self.probs_ND, self.logits_ND)
         return mean_N - self.lse_N
 
-    def select(self, rows: Tensor) -> Distribution:
-        """The same, for some rows only."""
-        return Distribution(self.logits_ND[rows])
+    def agrees_N(self, other: Distribution) -> Tensor:
+        """bool [N]: whether `top_N` is the other's; looks for it only in rows where the two can agree."""
+        agrees_N = self.logits_ND.gather(1, other.top_N[:, None]).squeeze(1) == self.peak_N
+        rows = agrees_N.nonzero().squeeze(1)
+        agrees_N[rows] = self.logits_ND[rows].argmax(dim=-1) == other.top_N[rows]  # ties: the first one counts
+        return agrees_N
 
 
 class Pair:

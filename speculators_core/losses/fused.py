@@ -76,12 +76,12 @@ def unrolled_loss(
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_SRH[0].dtype
     plan = _Plan(target_logits, targets, tuple(terms), logit_scale, chunk, want_acceptance, compute)
     needs_grad = torch.is_grad_enabled() and (head_DH.requires_grad or any(h.requires_grad for h in hidden_SRH))
-    if not needs_grad:
-        outcome = _run(plan, hidden_SRH, head_DH, None, None)
-        return UnrolledLoss(*outcome)
-    loss, sums_SN, correct_SU, acceptance_SU = _UnrolledLoss.apply(  # type: ignore[no-untyped-call]
-        plan, head_DH, *hidden_SRH
-    )
+    with torch.autocast(device, enabled=False):  # it would form even float32 dot products in bfloat16
+        if not needs_grad:
+            return UnrolledLoss(*_run(plan, hidden_SRH, head_DH, None, None))
+        loss, sums_SN, correct_SU, acceptance_SU = _UnrolledLoss.apply(  # type: ignore[no-untyped-call]
+            plan, head_DH, *hidden_SRH
+        )
     return UnrolledLoss(loss, sums_SN, correct_SU, acceptance_SU if want_acceptance else None)
 
 
@@ -122,7 +122,7 @@ def _run(
             if plan.logit_scale != 1.0:
                 logits_uD *= plan.logit_scale
             pair = Pair(Distribution(logits_uD), verifier)
-            correct_SU[step, window] = (pair.draft.top_N == verifier.top_N) & present_u
+            correct_SU[step, window] = pair.draft.agrees_N(verifier) & present_u
             if acceptance_SU is not None:
                 acceptance_SU[step, window] = pair.acceptance_N.float() * present_u
             grad_uD: Tensor | None = None
@@ -131,18 +131,20 @@ def _run(
                 sums_SN[step, number] += torch.dot(loss_u, weights_u)
                 if grads_SRH is None:
                     continue
-                scale_u1 = (weights_u * (term.weight * plan.logit_scale))[:, None]
                 if grad_uD is None:
-                    grad_uD = term_grad_uD * scale_u1
+                    grad_uD = term_grad_uD if term.weight == 1.0 else term_grad_uD * term.weight
                 else:
-                    grad_uD.addcmul_(term_grad_uD, scale_u1)
+                    grad_uD = grad_uD.add(term_grad_uD, alpha=term.weight)
             if grads_SRH is not None:
                 assert grad_uD is not None
+                scale_u1 = (weights_u * plan.logit_scale)[:, None]  # on [u, H], where it costs nothing
                 grad_uD = grad_uD.to(plan.compute)
                 # rows of a step are distinct apart from the weightless stand-ins, so adding is exact
-                grads_SRH[step].index_add_(0, safe_u, (grad_uD @ head_DH).to(grads_SRH[step].dtype))
+                grad_uH = (grad_uD @ head_DH).to(scale_u1.dtype) * scale_u1
+                grads_SRH[step].index_add_(0, safe_u, grad_uH.to(grads_SRH[step].dtype))
                 if head_grad_DH is not None:
-                    head_grad_DH.addmm_(grad_uD.T.to(head_grad_DH.dtype), hidden_uH.to(head_grad_DH.dtype))
+                    weighted_uH = hidden_uH.to(head_grad_DH.dtype) * scale_u1.to(head_grad_DH.dtype)
+                    head_grad_DH.addmm_(grad_uD.T.to(head_grad_DH.dtype), weighted_uH)
     weights_N = sums_SN.new_tensor([term.weight for term in plan.terms])
     return (sums_SN @ weights_N).sum().float(), sums_SN, correct_SU, acceptance_SU
 

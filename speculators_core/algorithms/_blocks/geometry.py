@@ -34,7 +34,7 @@ class LayerGeometry(StrictModel):
     max_position_embeddings: int = Field(gt=0, description="positions that the verifier was made for")
     initializer_range: float = Field(gt=0, description="standard deviation of fresh weights")
     bos_token_id: int | None = Field(default=None, description="copied for readers of the config")
-    eos_token_id: int | tuple[int, ...] | None = Field(default=None, description="copied for readers of the config")
+    eos_token_id: tuple[int, ...] = Field(default=(), description="copied for readers of the config")
     pad_token_id: int | None = Field(default=None, description="copied for readers of the config")
 
     @property
@@ -53,7 +53,7 @@ class LayerGeometry(StrictModel):
             "attention_bias": False,
             "attention_dropout": 0.0,
             "bos_token_id": self.bos_token_id,
-            "eos_token_id": list(self.eos_token_id) if isinstance(self.eos_token_id, tuple) else self.eos_token_id,
+            "eos_token_id": self.eos_token_id[0] if len(self.eos_token_id) == 1 else list(self.eos_token_id) or None,
             "head_dim": self.head_dim,
             "hidden_act": "silu",
             "hidden_size": self.hidden_size,
