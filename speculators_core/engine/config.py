@@ -41,7 +41,9 @@ def build_arguments(spec: ServerSpec, port: int, info: RuntimeInfo) -> list[str]
     it fails to find by name. Loopback only. Rendering (`/v1/chat/completions/render`) is behind --enable-scale-out.
     """
     flags = [
-        *("--model", spec.model, "--host", "127.0.0.1", "--port", str(port)),
+        # named by us: a draft served alone is replaced by its verifier inside vLLM
+        *("--model", spec.model, "--served-model-name", spec.model),
+        *("--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", spec.dtype, "--seed", str(spec.seed)),
         *("--max-num-seqs", str(spec.max_num_seqs)),
         *("--kv-cache-memory-bytes", str(math.floor(spec.kv_cache_gib * 2**30))),
