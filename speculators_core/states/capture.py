@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,7 @@ def capture_rows(
     verifier_dir: Path,
     home: Path,
     trust_remote_code: bool = False,
+    check: Callable[[Engine], None] | None = None,
     progress: ProgressCallback | None = None,
 ) -> CaptureReport:
     """Capture all rows into `workspace`, by the source that the configuration names; starts the engine only if needed.
@@ -151,6 +152,7 @@ def capture_rows(
         fingerprint: digest of the verifier.
         workspace: survives kills; becomes the set.
         home: state root for the engine's logs and pid files.
+        check: called with the engine before the first row; what it raises ends the capture.
 
     Raises:
         ConfigError, DataError, DiskSpaceError: before anything expensive.
@@ -181,6 +183,8 @@ def capture_rows(
             trust_remote_code=trust_remote_code,
         )
         with serve(runtime, spec, home=home) as engine:
+            if check is not None:
+                check(engine)
             prepared.result()
             tally = request_states(rows, collector, gate, engine, config, _reader(config, workspace), progress)
     return _finish(collector, gate, workspace, tally)
