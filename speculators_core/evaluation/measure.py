@@ -14,14 +14,13 @@ import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speculators_core.engine.client import EngineClient, Generation, GenerationRequest
+from speculators_core.engine.client import EngineClient, Generation
 from speculators_core.engine.metrics import SpecDecodeCounters
 from speculators_core.engine.runtime import Runtime, probe_runtime
-from speculators_core.engine.server import ServerSpec, serve
+from speculators_core.engine.server import serve
 from speculators_core.errors import EvaluationError
 from speculators_core.evaluation.config import EvaluationConfig
 from speculators_core.evaluation.lossless import find_divergences, repeated_share
@@ -35,30 +34,12 @@ from speculators_core.evaluation.records import (
     write_replies,
 )
 from speculators_core.evaluation.report import Divergence, Identity, PromptCounts, write_jsonl, write_text
+from speculators_core.evaluation.runs import Run, choose, generation_requests, run_prompts, server_spec, warm_up
 from speculators_core.evaluation.served import draft_digest, drafted_tokens, served_directory
 from speculators_core.types import ProgressCallback
-from speculators_core.verifier.facts import read_facts
 
 log = logging.getLogger(__name__)
-_WARMUP_TOKENS = 8
 _SETTLE_S = 5.0
-
-
-@dataclass(frozen=True)
-class Run:
-    """Replies in the order of the prompts, and the wall time of all of them together."""
-
-    replies: tuple[Generation, ...]
-    seconds: float
-
-    @property
-    def tokens(self) -> int:
-        """Generated tokens."""
-        return sum(len(reply.token_ids) for reply in self.replies)
-
-    def by_id(self) -> dict[str, tuple[int, ...]]:
-        """Token ids of each reply."""
-        return {reply.id: reply.token_ids for reply in self.replies}
 
 
 def measure_baseline(
@@ -70,6 +51,7 @@ def measure_baseline(
     home: Path,
     output: Path,
     verifier_fingerprint: str,
+    trust_remote_code: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Baseline:
     """Serve the verifier alone, twice over the prompts in different order, and write what was found to `output`.
@@ -78,23 +60,23 @@ def measure_baseline(
         EngineError: the engine did not start, or died.
         EvaluationError: no prompt, a prompt twice, or one that does not fit the verifier's context.
     """
-    chosen = _choose(prompts, verifier_dir, config)
-    requests = _requests(chosen, config)
+    chosen = choose(prompts, verifier_dir, config)
+    requests = generation_requests(chosen, config)
     shuffled = list(requests)
     random.Random(config.seed).shuffle(shuffled)
     report = _Progress(progress, 2 * len(requests))
     started = time.monotonic()
     with serve(
         runtime,
-        _spec(str(verifier_dir.resolve()), chosen, config),
+        server_spec(str(verifier_dir.resolve()), chosen, config, trust_remote_code=trust_remote_code),
         home=home,
         startup_timeout_s=config.startup_timeout_s,
     ) as engine:
         with engine.client(timeout_s=config.request_timeout_s) as client:
             engine_seconds = time.monotonic() - started
-            _warm_up(client, requests, config)
-            first = _run(client, requests, config, report)
-            second = _run(client, shuffled, config, report)
+            warm_up(client, requests, config)
+            first = run_prompts(client, requests, config, report)
+            second = run_prompts(client, shuffled, config, report)
             divergences = find_divergences(
                 client, _token_ids(chosen), first.by_id(), second.by_id(), concurrency=config.concurrency
             )
@@ -129,6 +111,7 @@ def measure_draft(
     output: Path,
     verifier_fingerprint: str,
     baseline: Path | None = None,
+    trust_remote_code: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Measurement:
     """Serve the draft with its verifier, run the prompts once, and write what the engine counted to `output`.
@@ -142,8 +125,8 @@ def measure_draft(
         EvaluationError: prompts as in `measure_baseline`, a baseline of something else, nothing drafted, or counters
             that are not this run's alone.
     """
-    chosen = _choose(prompts, verifier_dir, config)
-    requests = _requests(chosen, config)
+    chosen = choose(prompts, verifier_dir, config)
+    requests = generation_requests(chosen, config)
     k = config.k or drafted_tokens(draft_dir)
     identity = Identity(
         draft=draft_digest(draft_dir),
@@ -155,15 +138,15 @@ def measure_draft(
     expected = None if baseline is None else _expected_replies(baseline, chosen, config, identity)
     started = time.monotonic()
     with served_directory(draft_dir, verifier_dir, home / "scratch") as served:
-        spec = _spec(str(served.resolve()), chosen, config, k=k)
+        spec = server_spec(str(served.resolve()), chosen, config, k=k, trust_remote_code=trust_remote_code)
         with (
             serve(runtime, spec, home=home, startup_timeout_s=config.startup_timeout_s) as engine,
             engine.client(timeout_s=config.request_timeout_s) as client,
         ):
             engine_seconds = time.monotonic() - started
-            _warm_up(client, requests, config)
+            warm_up(client, requests, config)
             before = _settled_counters(client)
-            run = _run(client, requests, config, _Progress(progress, len(requests)))
+            run = run_prompts(client, requests, config, _Progress(progress, len(requests)))
             counted = _settled_counters(client) - before
             divergences = None
             if expected is not None:
@@ -195,73 +178,8 @@ def measure_draft(
     return measurement
 
 
-def _choose(
-    prompts: Sequence[EvaluationPrompt], verifier_dir: Path, config: EvaluationConfig
-) -> Sequence[EvaluationPrompt]:
-    chosen = prompts[: config.max_prompts]
-    if not chosen:
-        raise EvaluationError(
-            "there is no prompt to evaluate on", mend="raise data.evaluation_prompts and prepare again"
-        )
-    if len({prompt.id for prompt in chosen}) != len(chosen):
-        raise EvaluationError("two evaluation prompts have one id", mend="prepare the data again")
-    longest = max(chosen, key=lambda prompt: len(prompt.prompt_token_ids))
-    need, limit = _context(chosen, config, config.k or 1), read_facts(verifier_dir).max_position_embeddings
-    if need > limit:
-        raise EvaluationError(
-            f"prompt {longest.id} has {len(longest.prompt_token_ids)} tokens; with {config.max_new_tokens} new ones it "
-            f"does not fit the verifier's {limit} positions",
-            mend="lower evaluation.max_new_tokens or data.max_length",
-        )
-    return chosen
-
-
-def _context(prompts: Sequence[EvaluationPrompt], config: EvaluationConfig, k: int) -> int:
-    return max(len(prompt.prompt_token_ids) for prompt in prompts) + config.max_new_tokens + k + 1
-
-
-def _requests(prompts: Sequence[EvaluationPrompt], config: EvaluationConfig) -> list[GenerationRequest]:
-    return [
-        GenerationRequest(id=p.id, prompt_token_ids=tuple(p.prompt_token_ids), max_tokens=config.max_new_tokens)
-        for p in prompts
-    ]
-
-
 def _token_ids(prompts: Sequence[EvaluationPrompt]) -> dict[str, Sequence[int]]:
     return {prompt.id: prompt.prompt_token_ids for prompt in prompts}
-
-
-def _spec(
-    model: str, prompts: Sequence[EvaluationPrompt], config: EvaluationConfig, *, k: int | None = None
-) -> ServerSpec:
-    return ServerSpec(
-        model=model,
-        dtype=config.dtype,
-        max_model_len=_context(prompts, config, k or config.k or 1),
-        max_num_seqs=config.concurrency,
-        kv_cache_gib=config.kv_cache_gib,
-        enforce_eager=config.enforce_eager,
-        # a draft served alone brings its method and verifier; this lays K over its own
-        speculative=None if k is None else {"num_speculative_tokens": k},
-        per_request_metrics=k is not None,
-    )
-
-
-def _warm_up(client: EngineClient, requests: Sequence[GenerationRequest], config: EvaluationConfig) -> None:
-    short = [
-        request.model_copy(update={"max_tokens": min(_WARMUP_TOKENS, request.max_tokens)})
-        for request in requests[: config.warmup_prompts]
-    ]
-    for _ in client.generate(short, concurrency=config.concurrency):
-        pass
-
-
-def _run(
-    client: EngineClient, requests: Sequence[GenerationRequest], config: EvaluationConfig, progress: _Progress
-) -> Run:
-    started = time.monotonic()
-    replies = tuple(client.generate(requests, concurrency=config.concurrency, on_result=progress))
-    return Run(replies, time.monotonic() - started)
 
 
 def _settled_counters(client: EngineClient) -> SpecDecodeCounters:
