@@ -23,7 +23,6 @@ _RETRY_MARKERS_S = 1.0
 @dataclass(frozen=True)
 class _Job:
     key: str
-    num_bytes: int
     produce: Callable[[], Record]
 
 
@@ -68,7 +67,7 @@ class Spool:
         """Queue a record; `produce` runs in a writer thread and may wait there for a copy to end."""
         with self._changed:
             self._open[key] = num_bytes
-        self._jobs.put(_Job(key, num_bytes, produce))
+        self._jobs.put(_Job(key, produce))
 
     def fail(self, key: str, message: str) -> None:
         """Queue an error marker for a record that could not even be submitted."""

@@ -1,7 +1,7 @@
 """Every difference between vLLM versions, in one place.
 
-Tried with 0.32.0 (CPU build, Model Runner V1). Where a name moved or a signature changed, this file
-absorbs it; the connector sees one engine.
+Run with 0.32.0 (CPU build, Model Runner V1); 0.29 to 0.31 have the same names and signatures. Where one moves or
+changes, this file absorbs it; the connector sees one engine.
 """
 
 from __future__ import annotations
