@@ -5,17 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from flows import cli_bench, cli_data
+from flows.cli_support import (
+    NO_OVERRIDES,
+    JsonOption,
+    RecipeArgument,
+    SetOption,
+    by_name,
+    copy_draft,
+    load,
+    prepare_environment,
+    run_stages,
+    show_model,
+    show_table,
+)
 from speculators_core.errors import ConfigError, DraftsmithError, Interrupted
-
-if TYPE_CHECKING:
-    from speculators_core.config import Recipe
-    from speculators_core.stages import Run, StageResult
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,19 +34,8 @@ app = typer.Typer(
     "`draftsmith retrain RECIPE` runs the whole loop; the other commands run one stage of it, with what comes before "
     "taken from the store. State lives under DRAFTSMITH_HOME (default .draftsmith).",
 )
-data_app = typer.Typer(no_args_is_help=True, help="Look at conversations, let the verifier answer or write them.")
-bench_app = typer.Typer(no_args_is_help=True, help="Measure speed; results are ratios, since machines are noisy.")
-app.add_typer(data_app, name="data")
-app.add_typer(bench_app, name="bench")
-
-RecipeArgument = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="recipe file, e.g. deployments/recipes/demo.yaml")
-]
-SetOption = Annotated[
-    list[str], typer.Option("--set", metavar="A.B=C", help="override a key of the recipe; repeatable")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="print JSON for scripts instead of text")]
-NO_OVERRIDES: list[str] = []
+app.add_typer(cli_data.app, name="data")
+app.add_typer(cli_bench.app, name="bench")
 
 
 @app.command()
@@ -128,7 +126,7 @@ def register(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_jso
     from tasks.release import register_draft
 
     version = register_draft(run, by_name(results, "export").ref, by_name(results, "evaluate").ref)
-    show(version, as_json, f"{version.model} version {version.version}")
+    show_model(version, as_json, f"{version.model} version {version.version}")
 
 
 @app.command()
@@ -140,7 +138,7 @@ def promote(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json
     evaluation = by_name(results, "evaluate").ref
     version = register_draft(run, by_name(results, "export").ref, evaluation)
     outcome = promote_version(run, version, evaluation, by_name(results, "prepare").ref)
-    show(outcome, as_json, f"{outcome.outcome}: {'; '.join(outcome.reasons)}")
+    show_model(outcome, as_json, f"{outcome.outcome}: {'; '.join(outcome.reasons)}")
 
 
 @app.command()
@@ -187,83 +185,6 @@ def doctor(
         show_table("doctor", [(f"{'ok ' if f.ok else 'BAD'} {f.name}", f.text) for f in findings])
     if not all(f.ok for f in findings):
         raise typer.Exit(1)
-
-
-# ------------------------------------------------------------------------------------------------------------ helpers
-
-
-def prepare_environment() -> Any:
-    """Set what Prefect and MLflow read before either is imported."""
-    from tasks.adapters.settings import apply_environment
-
-    return apply_environment()
-
-
-def load(recipe: Path, overrides: Sequence[str]) -> Recipe:
-    """The recipe with its overrides."""
-    from speculators_core.config import load_recipe
-
-    return load_recipe(recipe, overrides)
-
-
-def run_stages(
-    recipe: Path, overrides: Sequence[str], last: str, as_json: bool, *, show: bool = True
-) -> tuple[list[StageResult], Run]:
-    """Run the stages up to `last`, without Prefect and MLflow; print what each did."""
-    settings = prepare_environment()
-    from speculators_core.stages import Run, run_until
-
-    run = Run(load(recipe, overrides), settings.home, progress=None if as_json else ProgressLine())
-    results: list[StageResult] = []
-    for result in run_until(run, last):
-        results.append(result)
-        if show and not as_json:
-            print(f"{result.name:12} {'cached' if result.cached else f'{result.seconds:.0f} s':8} {result.ref.uri}")
-    if as_json and show:
-        print(json.dumps([r.model_dump(mode="json") for r in results], indent=2))
-    return results, run
-
-
-class ProgressLine:
-    """One line on a terminal, rewritten in place; silent elsewhere."""
-
-    def __call__(self, done: int, total: int) -> None:
-        """Show done of total."""
-        if sys.stderr.isatty():
-            end = "\n" if done >= total else ""
-            print(
-                f"\r{done:,} of {total:,} ({100 * done / max(total, 1):.0f} %) ", end=end, file=sys.stderr, flush=True
-            )
-
-
-def by_name(results: Sequence[StageResult], name: str) -> StageResult:
-    """The result of one stage."""
-    return next(r for r in results if r.name == name)
-
-
-def copy_draft(source: Path, target: Path) -> None:
-    """Copy a draft to a directory that doesn't exist yet."""
-    import shutil
-
-    if target.exists():
-        raise ConfigError(f"{target} exists already", mend="name a new directory")
-    shutil.copytree(source, target)
-
-
-def show(value: Any, as_json: bool, text: str) -> None:
-    """Print a result as JSON or as a line."""
-    print(value.model_dump_json(indent=2) if as_json else text)
-
-
-def show_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Label and value pairs in two columns."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, show_header=False, title_justify="left")
-    for label, value in rows:
-        table.add_row(label, value)
-    Console().print(table)
 
 
 def main() -> None:

@@ -39,7 +39,9 @@ def main() -> int:
     options = parser.parse_args()
     try:
         if sys.version_info < (3, 11):
-            raise SetupError(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 …")
+            raise SetupError(
+                f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 …"
+            )
         install_debian_packages()
         make_main_environment()
         make_engine_environment()
@@ -106,7 +108,9 @@ def make_engine_environment() -> None:
     connectors = f"{ROOT / 'hs_connectors'}[{kind}]"
     pip(ENGINE, ["-e", connectors, requirement("transformers")])
     mend_torchvision()
-    check = run([str(ENGINE / "bin/python"), "-c", "import vllm, hs_connectors; print(vllm.__version__)"], "import vllm")
+    check = run(
+        [str(ENGINE / "bin/python"), "-c", "import vllm, hs_connectors; print(vllm.__version__)"], "import vllm"
+    )
     say(f"engine: vLLM {check.strip().splitlines()[-1]} ({kind})")
     (ENGINE / STAMP).write_text(wanted)
 
@@ -161,7 +165,7 @@ def pip(environment: Path, arguments: list[str]) -> None:
     if "torch" in tail and ("No matching distribution" in tail or "ResolutionImpossible" in tail):
         hint = (
             "\nThe CPU build of torch could not be resolved. PyTorch's CPU index is the cure: add it to pip's own "
-            "configuration as an extra index (pip config set global.extra-index-url <PyTorch's CPU index>) and run again."
+            "configuration as an extra index (`pip config set global.extra-index-url URL`) and run again."
         )
     raise SetupError(f"pip failed in {environment.name}:\n{tail}{hint}")
 

@@ -19,6 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from speculators_core import registry
 from speculators_core.config import Recipe
 from speculators_core.data.rows import RowSet
@@ -32,6 +34,7 @@ from speculators_core.verifier.fingerprint import Fingerprint, capture_key, fing
 
 if TYPE_CHECKING:
     from speculators_core.build import TrainRequest
+    from speculators_core.engine.server import Engine
     from speculators_core.evaluation.report import EvaluationReport
     from speculators_core.formats.card import ModelCard
 
@@ -50,7 +53,7 @@ class StageResult(StrictModel):
     cached: bool
     seconds: float
     summary: dict[str, Any]
-    inputs: dict[str, str] = {}
+    inputs: dict[str, str] = Field(default_factory=dict, description="digests of what went in, by name")
 
 
 class NotProduced(DraftsmithError):
@@ -154,8 +157,9 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
     key = input_digest("capture", VERSIONS["states"], {**inputs, "source": config.source})
 
     def build(workspace: Path) -> dict[str, Any]:
+        rows = RowSet.open(run.store.path(dataset))
         report = capture_rows(
-            RowSet.open(run.store.path(dataset)),
+            rows,
             run.recipe.runtime,
             run.layer_ids,
             run.fingerprint.digest,
@@ -164,6 +168,7 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
             verifier_dir=run.verifier,
             home=run.home,
             trust_remote_code=run.recipe.verifier.trust_remote_code,
+            check=lambda engine: require_same_rendering(run, rows, engine),
             progress=run.progress,
         )
         return report.model_dump(mode="json")
@@ -314,6 +319,14 @@ def read_evaluation(run: Run, evaluation: ArtifactRef) -> EvaluationReport:
 def measured_with(run: Run, dataset: ArtifactRef) -> dict[str, str]:
     """Inputs of every measurement: prompts, verifier and runtime."""
     return {"dataset": dataset.digest, "verifier": run.fingerprint.digest, "runtime": run.runtime.key}
+
+
+def require_same_rendering(run: Run, rows: RowSet, engine: Engine) -> None:
+    """The first rung of parity: the engine makes the same token ids of our messages. DataError when it doesn't."""
+    from speculators_core.data.check import check_against_engine
+
+    with engine.client() as client:
+        check_against_engine(rows, client, template_kwargs=run.recipe.data.template_kwargs).require()
 
 
 def train_request(run: Run, states: Path, output: Path) -> TrainRequest:

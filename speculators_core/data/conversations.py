@@ -108,6 +108,22 @@ def check_sources(sources: Sequence[str]) -> None:
             source_files(source)
 
 
+def hub_identity(source: str) -> str:
+    """A hub source with its revision resolved to a commit, so that new data is told from old; as is when offline."""
+    hub = _HUB.match(source)
+    if hub is None:
+        raise DataError(f"the source {source!r} names no data set", mend="write hf:ID[@REVISION][:SUBSET][:SPLIT]")
+    import httpx
+    from huggingface_hub import HfApi
+
+    try:
+        commit = HfApi().dataset_info(hub["id"], revision=hub["revision"]).sha
+    except (OSError, httpx.HTTPError) as error:
+        log.warning("%s: its revision cannot be looked up (%s); it counts as unchanged", source, error)
+        return source
+    return f"hf:{hub['id']}@{commit}:{hub['rest'] or 'train'}"
+
+
 def normalise(record: object, *, origin: str = "") -> Conversation:
     """One record as a Conversation; raises _Unusable with a cause (see `read_conversations`)."""
     if isinstance(record, str):  # a line of a file, not parsed yet

@@ -22,6 +22,7 @@ from speculators_core.data.conversations import (
     canonical,
     check_sources,
     engine_messages,
+    hub_identity,
     read_conversations,
     source_files,
     trimmed,
@@ -130,7 +131,7 @@ def prepare(
 
 
 def digest_sources(sources: Sequence[str], *, home: Path | None) -> str:
-    """sha256 of what the sources hold, wherever they lie: file contents in order; a hub's data set by its name.
+    """sha256 of what the sources hold, wherever they lie: file contents in order; a hub's data set by its commit.
 
     Raises:
         DataError: a source is missing or of an unknown form.
@@ -140,7 +141,7 @@ def digest_sources(sources: Sequence[str], *, home: Path | None) -> str:
     found: list[Json] = []
     for source in sources:
         if source.startswith("hf:"):
-            found.append(source)
+            found.append(hub_identity(source))
         else:
             found.append([cache.of(file) for file in source_files(source)])
     cache.save()

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from hs_connectors.contract import CaptureSettings, Handle, Reader, kv_transfer_config, speculative_config
-from hs_connectors.errors import ConnectorError, SettingsError
+from hs_connectors.contract import CaptureSettings, Reader, kv_transfer_config, speculative_config
+from hs_connectors.errors import SettingsError
 from hs_connectors.registry import open_reader
 from speculators_core.engine.runtime import Runtime
 from speculators_core.engine.server import Engine, ServerSpec, serve
 from speculators_core.errors import CaptureError, ConfigError, DiskSpaceError
-from speculators_core.states.collect import Collector, Rows, WithoutLastToken, content_of, each, ids_of
+from speculators_core.states.collect import Collector, Rows, content_of, each, ids_of
 from speculators_core.states.config import CaptureConfig
-from speculators_core.states.gates import check_layers, check_record, check_states
+from speculators_core.states.gates import check_layers, check_states
 from speculators_core.states.parity import ParityGate, ParityReport
 from speculators_core.states.sets import StateSet
 from speculators_core.states.shards import StatesFacts
@@ -160,7 +160,7 @@ def capture_rows(
     """
     facts = read_facts(verifier_dir)
     layers = check_layers(layer_ids, facts.num_hidden_layers)
-    collector = _collector(rows, facts, layers, fingerprint, config, workspace)
+    collector = plan_capture(rows, facts, layers, fingerprint, config, workspace)
     if config.source == "hf":
         return _capture_hf(rows, collector, config, workspace, verifier_dir, trust_remote_code, progress)
     length = _context_for(collector, facts)
@@ -170,7 +170,7 @@ def capture_rows(
         prepared = pool.submit(gate.prepare)
         if not collector.missing():
             prepared.result()
-            return _finish(collector, gate, workspace, Tally())
+            return conclude(collector, gate, workspace, Tally())
         if runtime is None:
             raise ConfigError("a capture by the engine needs a runtime")
         spec = capture_server(
@@ -187,7 +187,7 @@ def capture_rows(
                 check(engine)
             prepared.result()
             tally = request_states(rows, collector, gate, engine, config, _reader(config, workspace), progress)
-    return _finish(collector, gate, workspace, tally)
+    return conclude(collector, gate, workspace, tally)
 
 
 def capture(
@@ -209,74 +209,22 @@ def capture(
     """
     facts = read_facts(verifier_dir)
     layers = check_layers(layer_ids, facts.num_hidden_layers)
-    collector = _collector(rows, facts, layers, fingerprint, config, workspace)
+    collector = plan_capture(rows, facts, layers, fingerprint, config, workspace)
     _context_for(collector, facts)
     gate = ParityGate(rows, collector, config, verifier_dir, facts, False)
     gate.prepare()
     tally = request_states(rows, collector, gate, engine, config, _reader(config, workspace), progress)
-    return _finish(collector, gate, workspace, tally)
+    return conclude(collector, gate, workspace, tally)
 
 
-def store_handles(
-    rows: Rows,
-    handles: Mapping[int, Handle],
-    reader: Reader,
-    layer_ids: Sequence[int],
-    fingerprint: str,
-    config: CaptureConfig,
-    workspace: Path,
-    *,
-    verifier_dir: Path,
-    progress: ProgressCallback | None = None,
-) -> CaptureReport:
-    """Turn records that were captured while replies were generated into a set.
-
-    Args:
-        rows: prompt and reply of each row. The last token was never an input: the set's rows are one token shorter.
-        handles: row index -> address of its record. Records are deleted when their shard is on disk, so that a killed
-            run can be repeated.
-
-    Raises:
-        as `capture`; CaptureError also for a row without a handle.
-    """
-    facts = read_facts(verifier_dir)
-    layers = check_layers(layer_ids, facts.num_hidden_layers)
-    inputs = WithoutLastToken(rows)
-    collector = _collector(inputs, facts, layers, fingerprint, config, workspace)
-    gate = ParityGate(inputs, collector, config, verifier_dir, facts, False)
-    gate.prepare()
-    tally = Tally()
-    started = time.monotonic()
-    missing = collector.missing()
-    for done, position in enumerate(missing):
-        row = inputs.row(position)
-        handle = handles.get(row.index)
-        if handle is None:
-            raise CaptureError(
-                f"row {row.index} has no captured record", mend="regenerate it, or capture the rows anew"
-            )
-        try:
-            record = reader.get(handle, config.record_timeout_s)
-        except ConnectorError as error:
-            raise CaptureError(
-                f"the record of row {row.index} cannot be read: {error.what}",
-                mend=error.mend or "capture the rows anew",
-            ) from error
-        check_record(record, row.index, ids_of(row), collector.facts)
-        durable = collector.add(content_of(row, record.hidden_states))
-        tally.add(record)
-        for index in durable:
-            reader.delete(handles[index])
-        if progress is not None:
-            progress(done + 1, len(missing))
-    tally.seconds = time.monotonic() - started
-    return _finish(collector, gate, workspace, tally)
-
-
-def _collector(
+def plan_capture(
     rows: Rows, facts: VerifierFacts, layers: tuple[int, ...], fingerprint: str, config: CaptureConfig, workspace: Path
 ) -> Collector:
-    """Plan or resume, and refuse at once what will not fit on the disk."""
+    """Plan or resume a capture, and refuse at once what will not fit on the disk.
+
+    Raises:
+        DataError, DiskSpaceError, StoreError.
+    """
     states = StatesFacts(
         layer_ids=layers,
         hidden_size=facts.hidden_size,
@@ -341,10 +289,10 @@ def _capture_hf(
             if progress is not None:
                 progress(tally.rows, len(missing))
         tally.seconds = time.monotonic() - started
-    return _finish(collector, None, workspace, tally)
+    return conclude(collector, None, workspace, tally)
 
 
-def _finish(collector: Collector, gate: ParityGate | None, workspace: Path, tally: Tally) -> CaptureReport:
+def conclude(collector: Collector, gate: ParityGate | None, workspace: Path, tally: Tally) -> CaptureReport:
     """The last gate, then the index that makes the directory a set."""
     parity = None
     if gate is not None and not collector.missing():

@@ -13,7 +13,8 @@ CONNECTORS = ROOT / "hs_connectors" / "src"
 # lowest first; a module may import its own layer and the ones below
 CORE_LAYERS = (
     {"types", "errors"},
-    {"store", "processes", "provenance"},
+    {"supervisor", "store", "provenance"},
+    {"processes"},
     {"engine", "formats", "verifier", "losses", "metrics"},
     {"states", "data"},
     {"algorithms", "training", "registry"},
@@ -21,13 +22,16 @@ CORE_LAYERS = (
     {"evaluation"},
     {"lifecycle"},
     {"serving"},
-    {"config", "bench"},
+    {"config", "bench", "summary"},
+    {"preflight"},
     {"stages"},
 )
 TOP_LAYERS = ("speculators_core", "tasks", "flows", "deployments")
 CONNECTOR_LAYERS = (
-    {"contract", "record", "registry", "errors"},
-    {"backends", "wrappers", "codecs", "testing"},
+    {"contract", "errors", "codecs"},
+    {"record"},
+    {"backends", "wrappers", "spool"},
+    {"registry", "testing"},
     {"vllm"},
 )
 

@@ -1,0 +1,108 @@
+"""What the commands share: options, the environment, running stages, printing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from speculators_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from speculators_core.config import Recipe
+    from speculators_core.stages import Run, StageResult
+    from tasks.adapters.settings import Settings
+
+RecipeArgument = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="recipe file, e.g. deployments/recipes/demo.yaml")
+]
+SetOption = Annotated[
+    list[str], typer.Option("--set", metavar="A.B=C", help="override a key of the recipe; repeatable")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON for scripts instead of text")]
+NO_OVERRIDES: list[str] = []
+
+
+def prepare_environment() -> Settings:
+    """Set what Prefect and MLflow read before either is imported."""
+    from tasks.adapters.settings import apply_environment
+
+    return apply_environment()
+
+
+def load(recipe: Path, overrides: Sequence[str]) -> Recipe:
+    """The recipe with its overrides."""
+    from speculators_core.config import load_recipe
+
+    return load_recipe(recipe, overrides)
+
+
+def run_stages(
+    recipe: Path, overrides: Sequence[str], last: str, as_json: bool, *, show: bool = True
+) -> tuple[list[StageResult], Run]:
+    """Run the stages up to `last`, without Prefect and MLflow; print what each did."""
+    settings = prepare_environment()
+    from speculators_core.stages import Run, run_until
+
+    run = Run(load(recipe, overrides), settings.home, progress=None if as_json else ProgressLine())
+    results: list[StageResult] = []
+    for result in run_until(run, last):
+        results.append(result)
+        if show and not as_json:
+            print(f"{result.name:12} {'cached' if result.cached else f'{result.seconds:.0f} s':8} {result.ref.uri}")
+    if as_json and show:
+        print(json.dumps([r.model_dump(mode="json") for r in results], indent=2))
+    return results, run
+
+
+class ProgressLine:
+    """One line on a terminal, rewritten in place; silent elsewhere."""
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show done of total."""
+        if sys.stderr.isatty():
+            end = "\n" if done >= total else ""
+            print(
+                f"\r{done:,} of {total:,} ({100 * done / max(total, 1):.0f} %) ", end=end, file=sys.stderr, flush=True
+            )
+
+
+def by_name(results: Sequence[StageResult], name: str) -> StageResult:
+    """The result of one stage."""
+    return next(r for r in results if r.name == name)
+
+
+def copy_draft(source: Path, target: Path) -> None:
+    """Copy a draft to a directory that doesn't exist yet."""
+    import shutil
+
+    if target.exists():
+        raise ConfigError(f"{target} exists already", mend="name a new directory")
+    shutil.copytree(source, target)
+
+
+def show_model(value: BaseModel, as_json: bool, text: str | None = None) -> None:
+    """Print a result as JSON, or as a line, or as a table of its fields."""
+    if as_json:
+        print(value.model_dump_json(indent=2))
+    elif text is not None:
+        print(text)
+    else:
+        show_table("", [(name, str(field)) for name, field in value.model_dump().items()])
+
+
+def show_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """Label and value pairs in two columns."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    for label, value in rows:
+        table.add_row(label, value)
+    Console().print(table)

@@ -1,0 +1,137 @@
+"""The whole loop on the real engine, small: every stage real, then found again, then killed and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "deployments" / "recipes" / "demo.yaml"
+SMALL = {
+    "name": "small",
+    "data.max_rows": "120",
+    "data.evaluation_prompts": "12",
+    "draft_vocabulary": "2048",
+    "training.epochs": "1",
+    "training.max_steps": "12",
+    "training.log_every_steps": "1",
+    "training.checkpoint.every_steps": "4",
+    "training.validation.walk_rows": "4",
+    "evaluation.max_prompts": "12",
+    "evaluation.max_new_tokens": "24",
+    "gate": "{al_floor: 1.0, min_prompts: 8, speed: report}",
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("loop-home")
+    yield path
+    assert not engines_of(path), "a process outlived its command"
+
+
+def command(home: Path, *arguments: str, **overrides: str) -> tuple[list[str], dict[str, str]]:
+    sets = [part for key, value in {**SMALL, **overrides}.items() for part in ("--set", f"{key}={value}")]
+    argv = [sys.executable, "-m", "flows.cli", *arguments[:1], str(RECIPE), *arguments[1:], *sets]
+    unset = ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "PREFECT_HOME", "DRAFTSMITH_STORE")
+    return argv, {**{k: v for k, v in os.environ.items() if k not in unset}, "DRAFTSMITH_HOME": str(home)}
+
+
+def run(home: Path, *arguments: str, **overrides: str) -> subprocess.CompletedProcess[str]:
+    argv, env = command(home, *arguments, **overrides)
+    return subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+
+
+def engines_of(home: Path) -> list[str]:
+    """Command lines of live processes that bear this home's name or its supervisor's mark."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        try:
+            line = " ".join(process.info["cmdline"] or [])
+            if str(home) in line or process.environ().get("DRAFTSMITH_HOME") == str(home):
+                found.append(f"{process.pid}: {line}")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def test_killed_in_training_it_goes_on_and_ends_promoted(home: Path) -> None:
+    argv, env = command(home, "retrain", "--json")
+    first = subprocess.Popen(argv, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 600
+    while not (checkpoints := list(home.glob("store/.work/training/*/data/checkpoints/*/*.json"))):
+        assert first.poll() is None, "the loop ended before it was killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert checkpoints
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    for _ in range(300):
+        if not (left := engines_of(home)):
+            break
+        time.sleep(0.1)
+    assert not left, left
+
+    second = run(home, "retrain", "--json")
+    assert second.returncode == 0, second.stderr[-3000:]
+    report = json.loads(second.stdout)
+    cached = {stage["name"]: stage["cached"] for stage in report["stages"]}
+    assert cached["preflight"] and cached["prepare"] and cached["capture"], "what was finished is not done again"
+    assert not cached["train"] and not cached["evaluate"]
+    assert report["acceptance"]["al"] >= 1.0 and report["acceptance"]["prompts"] == 12
+    assert report["lossless"]["identical"] == report["lossless"]["prompts"] == 12
+    assert report["gate"]["passed"], report["gate"]["reasons"]
+    assert report["registry"] | {"version": "1", "aliases": ["champion"]} == report["registry"]
+    assert json.loads((home / "small" / "report.json").read_text()) == report
+    assert set(report) >= {"verifier", "runtime", "draft", "speed", "training", "seconds"}
+    assert report["speed"]["with"] > 0 and report["speed"]["without"] > 0
+
+
+def test_a_second_run_finds_everything(home: Path) -> None:
+    again = run(home, "retrain", "--json")
+    assert again.returncode == 0, again.stderr[-3000:]
+    report = json.loads(again.stdout)
+    assert all(stage["cached"] for stage in report["stages"]), report["stages"]
+    assert report["registry"]["version"] == "1"
+
+
+def test_status_tells_what_is_done_and_registered(home: Path) -> None:
+    done = run(home, "status", "--json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = {line["name"]: line for line in json.loads(done.stdout)["lines"]}
+    assert lines["evaluate"]["state"] == "done" and "champion" in lines["version 1"]["text"]
+    other = run(home, "status", "--json", **{"training.max_steps": "13"})
+    lines = {line["name"]: line["state"] for line in json.loads(other.stdout)["lines"]}
+    assert (lines["capture"], lines["train"], lines["export"]) == ("done", "to do", "to do")
+
+
+def test_a_tampered_draft_is_made_again(home: Path) -> None:
+    weights = next(home.glob("store/draft/*/data/model.safetensors"))
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    again = run(home, "export", "--json")
+    assert again.returncode == 0, again.stderr[-2000:]
+    last = json.loads(again.stdout)[-1]
+    assert last["name"] == "export" and not last["cached"]
+    assert next(home.glob("store/draft/*/data/model.safetensors")).read_bytes() == good
+
+
+def test_mlflow_away_keeps_the_draft_and_says_how_to_go_on(home: Path) -> None:
+    argv, env = command(home, "register")
+    env["MLFLOW_TRACKING_URI"] = "http://127.0.0.1:9"
+    away = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert away.returncode == 1
+    assert "MLflow" in away.stderr and "mend:" in away.stderr
+    back = run(home, "register", "--json")
+    assert back.returncode == 0 and json.loads(back.stdout)["version"] == "1", back.stderr[-2000:]

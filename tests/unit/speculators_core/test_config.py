@@ -1,0 +1,77 @@
+"""Recipes are strict, and say what is wrong in words that help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from speculators_core.config import Recipe, apply_override, load_recipe
+from speculators_core.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted((ROOT / "deployments" / "recipes").glob("*.yaml"))
+DEMO = ROOT / "deployments" / "recipes" / "demo.yaml"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_shipped_recipe_loads_and_bears_its_file_name(path: Path) -> None:
+    assert load_recipe(path).name == path.stem
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("draft_vocabulery=1", ["`draft_vocabulery`", "did you mean `draft_vocabulary`"]),
+        ("training.epoch=1", ["`training.epoch`", "did you mean `epochs`"]),
+        ("training.optimizer.learning_rat=1", ["did you mean `learning_rate`"]),
+        ("training.epochs=none", ["`training.epochs`", "integer"]),
+        ("training.epochs=0", ["`training.epochs`", "greater than or equal to 1"]),
+        ("algorithm.kind=eagle9", ["eagle9", "eagle3"]),
+        ("algorithm.ttt_step=4", ["`ttt_step`", "did you mean `ttt_steps`"]),
+        ("algorithm={}", ["kind"]),
+        ("deployment=Has Spaces", ["`deployment`"]),
+        ("runtime.url=http://127.0.0.1:1", ["exactly one of"]),
+        ("verifier=nothing", ["`verifier`"]),
+        ("no-equals-sign", ["section.key=value"]),
+        ("name.x=1", ["holds a value, not a section"]),
+        ("training={a: [}", ["not YAML"]),
+    ],
+)
+def test_what_is_wrong_is_named_with_the_mend(override: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(DEMO, [override])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_overrides_are_typed_as_yaml_and_change_the_digest() -> None:
+    plain = load_recipe(DEMO)
+    changed = load_recipe(DEMO, ["training.epochs=7", "verifier.publish_as=org/model", "draft_vocabulary=null"])
+    assert (changed.training.epochs, changed.verifier.publish_as, changed.draft_vocabulary) == (7, "org/model", None)
+    assert plain.digest() != changed.digest()
+    assert plain.digest() == load_recipe(DEMO, ["training.epochs=" + str(plain.training.epochs)]).digest()
+
+
+def test_an_override_makes_missing_sections() -> None:
+    content: dict[str, object] = {}
+    apply_override(content, "a.b.c=[1, x]")
+    assert content == {"a": {"b": {"c": [1, "x"]}}}
+
+
+def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no recipe at .*nothing\.yaml"):
+        load_recipe(tmp_path / "nothing.yaml")
+    with pytest.raises(ConfigError, match=r"demo\.yaml"):  # what is there is listed
+        load_recipe(DEMO.parent / "dmo.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="mapping"):
+        load_recipe(tmp_path / "list.yaml")
+    (tmp_path / "torn.yaml").write_text("a: [1\n")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_recipe(tmp_path / "torn.yaml")
+
+
+def test_a_recipe_survives_json() -> None:
+    recipe = load_recipe(DEMO)
+    assert Recipe.model_validate_json(recipe.model_dump_json()).digest() == recipe.digest()
