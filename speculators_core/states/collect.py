@@ -262,28 +262,6 @@ def each(rows: Rows) -> Iterator[Row]:
     return (rows.row(position) for position in range(rows.num_rows))
 
 
-class WithoutLastToken:
-    """Rows without their last token: what of a generated reply was an input of the verifier."""
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows."""
-        return self._rows.num_rows
-
-    def row(self, index: int, /) -> _CutRow:
-        """The row at that position, one token shorter."""
-        row = self._rows.row(index)
-        return _CutRow(row.index, str(row.split), ids_of(row)[:-1], torch.as_tensor(row.loss_mask)[:-1])
-
-
-class _CutRow:
-    def __init__(self, index: int, split: str, input_ids: Tensor, loss_mask: Tensor) -> None:
-        self.index, self.split, self.input_ids, self.loss_mask = index, split, input_ids, loss_mask
-
-
 def _scan(rows: Rows) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     """Indices, lengths, and a digest of everything that a shard takes over from the rows."""
     indices, lengths, digest = [], [], hashlib.sha256()

@@ -9,9 +9,10 @@ import torch
 from synthetic_states import FACTS, make_rows
 
 from speculators_core.errors import CaptureError, ConfigError, VerifierError
-from speculators_core.states.capture import WithoutLastToken, capture_rows, estimate_bytes
+from speculators_core.states.capture import capture_rows, estimate_bytes
 from speculators_core.states.config import CaptureConfig
 from speculators_core.states.hf import HiddenStateForward, parameter_count, reference_dtype
+from speculators_core.states.replies import WithoutLastToken
 from speculators_core.states.sets import StateSet
 from speculators_core.verifier.facts import read_facts
 
