@@ -11,6 +11,7 @@ import pytest
 
 from speculators_core.data.config import DataConfig
 from speculators_core.data.prepare import prepare
+from speculators_core.data.regenerate import captured_rows
 from speculators_core.data.rows import RowSet
 from speculators_core.data.template import ChatTemplate
 from speculators_core.errors import DataError, DraftsmithError, VerifierError
@@ -148,6 +149,28 @@ def test_ids_from_an_engine_are_used_as_they_are_unless_stale(verifier: Path, tm
     record["turns"][0]["prompt_token_ids"] = prompt[1:]
     report = prepare(settings(write(tmp_path / "stale.jsonl", [record])), verifier, tmp_path / "b")
     assert report.exact_turns == 0 and report.dropped == {"stale_exact_ids": 1} and report.rows == 1
+
+
+def test_exact_turns_share_a_row_where_ids_continue(verifier: Path, tmp_path: Path) -> None:
+    template = ChatTemplate.load(verifier)
+    record = json.loads((CONVERSATIONS / "multi_turn.jsonl").read_text().splitlines()[0])
+    record["turns"] = []
+    for j in (2, 4, 6):
+        prompt = template.ids(record["messages"][:j], add_generation_prompt=True)
+        reply = template.tokenise([record["messages"][j]["content"] + "<|im_end|>"])[0]
+        handle = {"handle": {"backend": "file", "key": f"r{j}"}}
+        turn = {"message": j, "prompt_token_ids": prompt, "token_ids": reply, "kv_transfer_params": handle}
+        record["turns"].append(turn)
+    source = tmp_path / "exact.jsonl"
+    report = prepare(settings(write(source, [record])), verifier, tmp_path / "rows")
+    rows = RowSet.open(tmp_path / "rows")
+    assert report.exact_turns == 3 and report.rows == 1 and rows.record(0).turns == (2, 4, 6)
+    captured = captured_rows(source, rows)
+    assert captured.handles == {0: {"backend": "file", "key": "r6"}}
+    assert [handle["key"] for handle in captured.unused] == ["r2", "r4"]
+
+    prepare(settings(str(source), max_length=rows.length(0) - 2), verifier, tmp_path / "short")
+    assert captured_rows(source, RowSet.open(tmp_path / "short")).handles == {}, "a cut row has no record"
 
 
 def test_bad_input_ends_before_the_first_token(

@@ -1,0 +1,37 @@
+"""What an interrupted regeneration leaves behind is taken over only when it fits, torn lines never."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from speculators_core.data.conversations import normalise
+from speculators_core.data.regenerate import _key, _resume
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+def test_resuming(tmp_path: Path) -> None:
+    part = tmp_path / "replies.jsonl.part"
+    assert _resume(part, "digest") == {} and lines(part) == [json.dumps({"settings": "digest"})]
+    with part.open("a") as stream:
+        stream.write(json.dumps({"key": "a", "record": {"id": "a"}}) + "\n")
+        stream.write('{"key": "b", "rec')
+    assert _resume(part, "digest") == {"a": {"id": "a"}}
+    assert len(lines(part)) == 2, "the torn line is cut off before anything is appended to it"
+    assert _resume(part, "digest") == {"a": {"id": "a"}}
+    assert _resume(part, "other") == {} and lines(part) == [json.dumps({"settings": "other"})]
+    part.write_bytes(b"\xff\xfe not ours")
+    assert _resume(part, "digest") == {}
+
+
+def test_the_key_follows_the_questions_and_not_the_old_answers() -> None:
+    def key(question: str, answer: str, **more: object) -> str:
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return _key(normalise({"id": "x", "messages": messages, **more}))
+
+    assert key("a", "b") == key("a", "c") != key("d", "b")
+    tool = {"name": "f", "parameters": {}}
+    assert key("a", "b", tools=[tool]) != key("a", "b")
