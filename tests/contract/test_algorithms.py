@@ -1,0 +1,104 @@
+"""What the trainer, the tasks and the flows may expect of every algorithm, whatever its name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from speculators_core import registry
+from speculators_core.errors import ConfigError
+from speculators_core.formats.servable import check_servable
+from speculators_core.types import Algorithm, StepResult
+from tests.unit.speculators_core.algorithms.tiny import LAYERS, pack, sample, vocabulary, write_verifier
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_verifier(tmp_path_factory.mktemp("verifier"))
+
+
+@pytest.fixture(params=registry.names())
+def algorithm(request: pytest.FixtureRequest) -> Algorithm:
+    return registry.resolve(request.param)
+
+
+def test_its_name_is_its_kind(algorithm: Algorithm) -> None:
+    config = algorithm.config()
+    assert config.kind == algorithm.name  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="surprise"):
+        algorithm.config(surprise=1)
+
+
+def test_its_layers_are_ascending_and_distinct(algorithm: Algorithm) -> None:
+    for depth in (LAYERS, 24, 61):
+        layers = algorithm.aux_layers(algorithm.config(), depth)
+        assert list(layers) == sorted(set(layers)) and layers[-1] < depth
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_it_trains_walks_and_exports(algorithm: Algorithm, verifier: Path, reduced: bool) -> None:
+    config = algorithm.config()
+    model = algorithm.build(config, verifier, vocabulary() if reduced else None, 0)
+    objective = algorithm.objective(config)
+    row = objective.align(sample(20, [(6, 20)]))
+    batch = pack([row], 24)
+    denominators = objective.denominators(batch)
+    assert denominators.dtype == torch.float64 and denominators.dim() == 1
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=3e-3)
+    losses = []
+    for _ in range(12):
+        with torch.autocast("cpu", torch.bfloat16):
+            result = objective.step(model, batch, denominators)
+        assert isinstance(result, StepResult)
+        torch.autograd.backward(result.loss)
+        assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in trained)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(result.loss.detach()))
+    assert losses[-1] < 0.8 * losses[0]
+    lengths = objective.walk(model, row, 3)
+    assert lengths and all(0 <= length <= 3 for length in lengths)
+    check_servable(algorithm.export(config, model, "org/verifier"))
+
+
+def test_half_the_denominators_are_half_of_the_loss(algorithm: Algorithm, verifier: Path) -> None:
+    """Losses are shares of a global mean: micro-batches and ranks add up."""
+    config = algorithm.config()
+    model, objective = algorithm.build(config, verifier, None, 0), algorithm.objective(config)
+    batch = pack([objective.align(sample(20, [(6, 20)]))], 19)
+    denominators = objective.denominators(batch)
+    with torch.no_grad():
+        whole = objective.step(model, batch, denominators)
+        shared = objective.step(model, batch, denominators * 2)
+    torch.testing.assert_close(shared.loss * 2, whole.loss)
+    assert shared.metrics["loss"].mean == pytest.approx(whole.metrics["loss"].mean)
+    assert shared.metrics["full_acc_0"] == whole.metrics["full_acc_0"]
+
+
+def test_metrics_need_no_replies(algorithm: Algorithm, verifier: Path) -> None:
+    config = algorithm.config()
+    model, objective = algorithm.build(config, verifier, None, 0), algorithm.objective(config)
+    silent = replace(sample(20, []), row=1)
+    batch = pack([objective.align(silent)], 19)
+    assert float(objective.denominators(batch).sum()) == 0.0
+    assert objective.walk(model, objective.align(silent), 3) == []
+
+
+def test_names_and_settings_are_read_without_torch() -> None:
+    code = (
+        "import sys; from speculators_core import registry\n"
+        "for name in registry.names(): registry.resolve(name).config()\n"
+        "assert 'torch' not in sys.modules, 'a command line would wait for torch'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60)
+
+
+def test_an_unknown_name_gets_the_nearest_right_one() -> None:
+    with pytest.raises(ConfigError, match="eagle3"):
+        registry.resolve("eagel3")
