@@ -19,8 +19,8 @@ import torch
 from speculators_core.build import EXIT_INTERRUPTED, TrainRequest, export, read_outcome, train, train_command
 from speculators_core.errors import ConfigError, Interrupted, TrainingError
 from speculators_core.formats.card import ModelCard
-from speculators_core.states.sets import SetIndex, ShardEntry
-from speculators_core.states.shards import RowContent, ShardBuffer, StatesFacts
+from speculators_core.states.collect import Collector
+from speculators_core.states.shards import RowContent, StatesFacts
 from speculators_core.training import checkpoints
 from speculators_core.training.callbacks.metrics_log import read_metrics
 
@@ -36,11 +36,23 @@ def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=LAYERS,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False, initializer_range=0.2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False,
+        initializer_range=0.2,
     )  # fmt: skip
     path = tmp_path_factory.mktemp("verifier")
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     return path
+
+
+class Rows:
+    """Rows in memory, as a capture reads them."""
+
+    def __init__(self, rows: list[RowContent]) -> None:
+        self._rows = rows
+        self.num_rows = len(rows)
+
+    def row(self, index: int) -> RowContent:
+        return self._rows[index]
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +81,10 @@ def states(verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     facts = StatesFacts(
         layer_ids=(2, 3, 4, LAYERS), hidden_size=HIDDEN, dtype="bfloat16", verifier_fingerprint="tiny", source="hf"
     )
-    buffer = ShardBuffer(facts, tuple(range(28)), tuple(len(row.input_ids) for row in rows))
+    collector = Collector(Rows(rows), facts, directory, 10_000)
     for row in rows:
-        buffer.add(row)
-    buffer.write(directory / "shard-00000.safetensors")
-    tokens = sum(len(row.input_ids) for row in rows)
-    entry = ShardEntry(file="shard-00000.safetensors", rows=28, tokens=tokens)
-    SetIndex(facts=facts, shards=(entry,)).write(directory)
+        collector.add(row)
+    collector.finish({})
     return directory
 
 

@@ -1,0 +1,1 @@
+"""Measurements of our own speed, beside what it is compared with."""

@@ -1,0 +1,356 @@
+"""Training speed, memory and loss beside the peer's (speculators 0.9.0): same states, rows, order, dtype and threads.
+
+Both train in child processes that alternate. tokens/s counts non-padding tokens, loading included, from the end of the
+warm-up steps to the end of the last; the median of the runs is reported. Memory is peak anonymous memory of the
+training process above its level after imports (the peer's loader process is left out, in the peer's favour). Losses of
+both are measured by our own validation of the weights that each ended with.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from speculators_core.build import TrainRequest, algorithm_of, open_states, supervised_counts
+from speculators_core.errors import TrainingError
+from speculators_core.training.callbacks.base import Callback
+from speculators_core.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig
+from speculators_core.types import StrictModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from speculators_core.training.loader import PackedRows, StateRow
+    from speculators_core.training.trainer import StepReport, Trainer
+
+log = logging.getLogger(__name__)
+
+ALGORITHM: dict[str, Any] = {"kind": "eagle3", "ttt_steps": 3, "layers": 1, "style": "llama", "loss": "kl_div"}
+PEER_FLAGS = (
+    "--speculator-type eagle3 --num-layers 1 --draft-arch llama --ttt-steps 3 --ttt-step-loss-decay 1.0 "
+    "--loss-fn kl_div "
+    "--norm-before-residual --norm-before-fc --norm-output --sliding-window 2048 --draft-attn-impl sdpa "
+    "--loss-implementation eager --hidden-states-dtype bfloat16 --optimizer adamw --weight-decay 0.01 "
+    "--scheduler-type none --num-workers 1 --on-missing raise --log-freq 1000000 --epochs 1 --checkpoint-freq 1"
+)
+
+
+class Side(StrictModel):
+    """One of the two trainers."""
+
+    tokens_per_s: float = Field(description="median over the runs")
+    runs: tuple[float, ...] = Field(description="tokens/s of each run")
+    peak_memory_mib: float = Field(description="largest rise of anonymous memory over the runs")
+    loss: float = Field(description="our validation loss of its final weights")
+    eal: float | None = Field(description="our walked acceptance length of its final weights")
+
+
+class BenchReport(StrictModel):
+    """Both sides, and ours as a multiple of the peer's."""
+
+    steps: int = Field(description="optimiser steps of a run")
+    warmup_steps: int = Field(description="steps before the clock starts")
+    row_tokens: int = Field(description="tokens of a packed row")
+    draft_vocabulary: int = Field(description="D")
+    threads: int = Field(description="torch threads of each side")
+    ours: Side
+    peer: Side
+    speed_ratio: float = Field(description="our tokens/s over the peer's; more is better")
+    memory_ratio: float = Field(description="our peak memory over the peer's; less is better")
+    loss_ratio: float = Field(description="our loss over the peer's; less is better")
+
+    def table(self) -> str:
+        """The report for people."""
+        lines = [f"{'':14}{'tokens/s':>10}{'peak MiB':>10}{'val. loss':>11}{'walked EAL':>12}"]
+        for name, side in (("draftsmith", self.ours), ("peer", self.peer)):
+            eal = "-" if side.eal is None else f"{side.eal:.3f}"
+            lines.append(f"{name:14}{side.tokens_per_s:>10.0f}{side.peak_memory_mib:>10.0f}{side.loss:>11.4f}{eal:>12}")
+        ratios = f"{self.speed_ratio:>9.2f}x{self.memory_ratio:>9.2f}x{self.loss_ratio:>10.3f}x"
+        return "\n".join([*lines, f"{'ours / peer':14}{ratios}"])
+
+
+class BenchSettings(StrictModel):
+    """What both sides are told."""
+
+    states: str = Field(description="directory of the hidden-state set")
+    verifier: str = Field(description="directory of the verifier")
+    draft_vocabulary: int = Field(8192, ge=1, description="D")
+    row_tokens: int = Field(1024, ge=2, description="tokens of a packed row")
+    steps: int = Field(60, ge=2, description="optimiser steps of a run")
+    warmup_steps: int = Field(20, ge=1, description="steps before the clock starts")
+    runs: int = Field(3, ge=1, description="runs of each side, alternating")
+    threads: int = Field(2, ge=1, description="torch threads")
+    learning_rate: float = Field(1e-3, gt=0, description="constant rate of AdamW")
+    seed: int = Field(0, ge=0, description="of weights and order")
+
+
+def bench_training(
+    states_dir: Path,
+    verifier_dir: Path,
+    peer_python: Path,
+    workspace: Path,
+    *,
+    settings: BenchSettings | None = None,
+    timeout_s: float = 1800,
+) -> BenchReport:
+    """Train both and compare.
+
+    Args:
+        peer_python: interpreter of an environment with speculators 0.9.0 (and no torchvision).
+        workspace: scratch for the peer's copy of the states, jobs and weights; kept.
+
+    Raises:
+        TrainingError: a child failed; its log's tail is quoted.
+    """
+    settings = settings or BenchSettings(states=str(states_dir), verifier=str(verifier_dir))
+    workspace.mkdir(parents=True, exist_ok=True)
+    request = _request(settings, workspace / "ours")
+    rows = _rows(request)
+    batches = _batches(rows, request.training, settings.steps)
+    tokens = [sum(rows.lengths[row] for row in batch) for batch in batches]
+    peer_job = _prepare_peer(settings, request, batches, workspace)
+    our_job = workspace / "ours.json"
+    our_job.write_text(json.dumps({"settings": settings.model_dump(mode="json"), "output": str(workspace / "ours")}))
+    commands: dict[str, Callable[[], list[str]]] = {
+        "ours": lambda: [sys.executable, "-m", "speculators_core.bench.training", str(our_job)],
+        "peer": lambda: [str(peer_python), str(Path(__file__).parent / "peer_child.py"), str(peer_job)],
+    }
+    rates: dict[str, list[float]] = {"ours": [], "peer": []}
+    rises: dict[str, list[int]] = {"ours": [], "peer": []}
+    for run in range(settings.runs):
+        for side in ("ours", "peer"):
+            result = _run(commands[side](), workspace / f"{side}-result.json", settings, timeout_s)
+            first, last = settings.warmup_steps, settings.steps
+            seconds = result["times"][last - 1] - result["times"][first - 1]
+            rates[side].append(sum(tokens[first:last]) / seconds)
+            rises[side].append(result["rise"])
+            log.info("bench run=%d side=%s tokens_per_s=%.0f", run, side, rates[side][-1])
+    sides = {
+        side: _side(rates[side], rises[side], request, rows, workspace / f"{side}-weights" / "model.safetensors")
+        for side in ("ours", "peer")
+    }
+    ours, peer = sides["ours"], sides["peer"]
+    return BenchReport(
+        steps=settings.steps,
+        warmup_steps=settings.warmup_steps,
+        row_tokens=settings.row_tokens,
+        draft_vocabulary=settings.draft_vocabulary,
+        threads=settings.threads,
+        ours=ours,
+        peer=peer,
+        speed_ratio=ours.tokens_per_s / peer.tokens_per_s,
+        memory_ratio=ours.peak_memory_mib / peer.peak_memory_mib,
+        loss_ratio=ours.loss / peer.loss,
+    )
+
+
+def _request(settings: BenchSettings, output: Path) -> TrainRequest:
+    training = TrainingConfig(
+        epochs=1000,
+        max_steps=settings.steps,
+        row_tokens=settings.row_tokens,
+        optimizer=OptimizerConfig(learning_rate=settings.learning_rate, betas=(0.9, 0.999)),
+        schedule=ScheduleConfig(kind="none", warmup_steps=0),
+        threads=settings.threads,
+        seed=settings.seed,
+    )
+    return TrainRequest(
+        states=settings.states,
+        verifier=settings.verifier,
+        algorithm=ALGORITHM,
+        training=training,
+        draft_vocabulary_size=settings.draft_vocabulary,
+        output=str(output),
+    )
+
+
+def _rows(request: TrainRequest, split: str = "train") -> PackedRows:
+    import torch
+
+    from speculators_core.training.loader import PackedRows
+
+    algorithm, settings = algorithm_of(request.algorithm)
+    states = open_states(request, algorithm, settings)
+    objective = algorithm.objective(settings)
+    return PackedRows(states, objective, split, request.training.row_tokens, dtype=torch.bfloat16)
+
+
+def _batches(rows: PackedRows, config: TrainingConfig, steps: int) -> list[list[int]]:
+    batches: list[list[int]] = []
+    epoch = 0
+    while len(batches) < steps:
+        batches += [list(packed) for packed in rows.epoch_plan(config.seed, epoch).rows]
+        epoch += 1
+    return batches[:steps]
+
+
+def _model(request: TrainRequest) -> Any:
+    from speculators_core.data.vocabulary import select_draft_vocabulary
+    from speculators_core.verifier.facts import read_facts
+
+    algorithm, settings = algorithm_of(request.algorithm)
+    states = open_states(request, algorithm, settings)
+    size = read_facts(Path(request.verifier)).vocab_size
+    assert request.draft_vocabulary_size is not None
+    vocabulary = select_draft_vocabulary(supervised_counts(states, size), request.draft_vocabulary_size, size)
+    return algorithm.build(settings, Path(request.verifier), vocabulary, request.training.seed), vocabulary
+
+
+# ------------------------------------------------------------------------------------------------ the peer
+
+
+class _TrainFirst:
+    """A set's rows with the training split in front, as the peer expects them."""
+
+    def __init__(self, states: Any) -> None:
+        splits = states.splits
+        self._states = states
+        self._order = sorted(range(len(splits)), key=lambda position: splits[position] != "train")
+        self.splits = [splits[position] for position in self._order]
+
+    def row(self, position: int) -> StateRow:
+        row: StateRow = self._states.row(self._order[position])
+        return row
+
+
+def _prepare_peer(settings: BenchSettings, request: TrainRequest, batches: Sequence[Any], workspace: Path) -> Path:
+    """The peer's copy of the states, its vocabulary files and its job."""
+    import numpy
+
+    from speculators_core.states.peer import export_peer
+    from speculators_core.states.sets import StateSet
+
+    data = workspace / "peer-data"
+    states = StateSet.open(Path(settings.states))
+    if not (data / "dataset_info.json").is_file():
+        ordered: Any = _TrainFirst(states)
+        export_peer(ordered, data)
+    _, vocabulary = _model(request)
+    numpy.save(workspace / "d2t.npy", vocabulary.d2t.numpy())
+    numpy.save(workspace / "t2d.npy", vocabulary.t2d.numpy())
+    train_rows = states.splits.count("train")
+    values = {
+        "--verifier-name-or-path": settings.verifier,
+        "--data-path": data,
+        "--save-path": workspace / "peer-run",
+        "--d2t-path": workspace / "d2t.npy",
+        "--t2d-path": workspace / "t2d.npy",
+        "--draft-vocab-size": settings.draft_vocabulary,
+        "--total-seq-len": settings.row_tokens,
+        "--train-data-ratio": (train_rows + 0.5) / states.num_rows,
+        "--lr": settings.learning_rate,
+        "--seed": settings.seed,
+    }
+    layers = [str(layer) for layer in states.layer_ids[:-1]]
+    arguments = [*PEER_FLAGS.split(), "--target-layer-ids", *layers]
+    arguments += [text for name, value in values.items() for text in (name, str(value))]
+    job = workspace / "peer.json"
+    told = {
+        "arguments": arguments,
+        "batches": batches,
+        "steps": settings.steps,
+        "weights": str(workspace / "peer-weights"),
+        "result": str(workspace / "peer-result.json"),
+    }
+    job.write_text(json.dumps(told))
+    return job
+
+
+def _run(command: list[str], result: Path, settings: BenchSettings, timeout_s: float) -> dict[str, Any]:
+    result.unlink(missing_ok=True)
+    log_file = result.with_suffix(".log")
+    threads = str(settings.threads)
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    with log_file.open("w") as stream:
+        child = subprocess.run(command, env=environment, stdout=stream, stderr=stream, timeout=timeout_s, check=False)
+    if child.returncode != 0 or not result.is_file():
+        tail = "\n".join(log_file.read_text().splitlines()[-12:])
+        raise TrainingError(
+            f"{Path(command[0]).name} {' '.join(command[1:3])} ended with {child.returncode}:\n{tail}",
+            mend=f"see {log_file}; the peer needs speculators 0.9.0 and no torchvision in its environment",
+        )
+    content: dict[str, Any] = json.loads(result.read_text())
+    return content
+
+
+def _side(rates: Sequence[float], rises: Sequence[int], request: TrainRequest, rows: PackedRows, weights: Path) -> Side:
+    import safetensors.torch
+    import torch
+
+    from speculators_core.training.distributed import World
+    from speculators_core.training.validation import Validator
+    from speculators_core.training.weights import load_trainable_parameters
+
+    torch.set_num_threads(request.training.threads or 1)
+    model, _ = _model(request)
+    load_trainable_parameters(model, safetensors.torch.load_file(weights))
+    world = World(0, 1, torch.device("cpu"))
+    held_out = _rows(request, "validation")
+    validator = Validator(held_out, rows.objective, request.training.validation, world)
+    report = validator(model, torch.autocast("cpu", torch.bfloat16))
+    return Side(
+        tokens_per_s=round(statistics.median(rates), 1),
+        runs=tuple(round(rate, 1) for rate in rates),
+        peak_memory_mib=round(max(rises) / 2**20, 1),
+        loss=report.loss,
+        eal=report.eal,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ our child process
+
+
+class _NoteTimes(Callback):
+    """When each optimiser step ended."""
+
+    name = "note_times"
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        self.times.append(time.perf_counter())
+
+
+def _train_ours(job: dict[str, Any]) -> None:
+    import safetensors.torch
+    import torch
+
+    from speculators_core.bench.anonymous_memory import PeakAnonymousMemory
+    from speculators_core.training.callbacks.metrics_log import MetricsLog
+    from speculators_core.training.distributed import World
+    from speculators_core.training.trainer import Trainer
+    from speculators_core.training.weights import trained_tensors
+
+    settings = BenchSettings.model_validate(job["settings"])
+    output = Path(job["output"])
+    torch.set_num_threads(settings.threads)
+    memory = PeakAnonymousMemory()
+    request = _request(settings, output)
+    model, _ = _model(request)
+    rows, times = _rows(request), _NoteTimes()
+    told = MetricsLog(output / "metrics.jsonl", request.training.log_every_steps)
+    world = World(0, 1, torch.device("cpu"))
+    Trainer(model, rows.objective, rows, request.training, world=world, output=output, callbacks=(told, times)).fit()
+    memory.stop()
+    weights = output.parent / "ours-weights" / "model.safetensors"
+    weights.parent.mkdir(exist_ok=True)
+    tensors: dict[str, Tensor] = {name: value.contiguous() for name, value in trained_tensors(model).items()}
+    safetensors.torch.save_file(tensors, weights)
+    result = {"times": times.times, "rise": memory.rise, "level": memory.level}
+    (output.parent / "ours-result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _train_ours(json.loads(Path(sys.argv[1]).read_text()))
