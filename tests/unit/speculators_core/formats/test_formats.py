@@ -18,7 +18,7 @@ from speculators_core.formats.card import ModelCard
 from speculators_core.formats.directory import read_draft, write_draft
 from speculators_core.formats.servable import check_servable, parse_config
 from speculators_core.types import ExportedDraft
-from tests.unit.speculators_core.algorithms.tiny import VOCAB, vocabulary, write_verifier
+from tests.unit.speculators_core.algorithms.tiny import vocabulary, write_verifier
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 
@@ -147,7 +147,7 @@ def test_a_torn_draft_is_an_error_that_says_where(verifier: Path, tmp_path: Path
     directory = write_draft(tmp_path / "draft", exported(verifier), ModelCard(title="t"))
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(FormatError, match="model.safetensors"):
+    with pytest.raises(FormatError, match=r"model\.safetensors"):
         read_draft(directory)
-    with pytest.raises(FormatError, match="config.json"):
+    with pytest.raises(FormatError, match=r"config\.json"):
         read_draft(tmp_path / "nowhere")
