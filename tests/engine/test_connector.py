@@ -28,8 +28,12 @@ MAX_MODEL_LEN = 512
 CHUNK = 128
 
 
-def spec_for(model: Path, root: Path, layers: Sequence[int] = LAYERS, **options: Any) -> ServerSpec:
-    settings = CaptureSettings("file", {"root": str(root)}, tuple(layers), "fingerprint-of-the-test")
+def spec_for(
+    model: Path, root: Path, layers: Sequence[int] = LAYERS, queue_bytes: int = 1 << 30, **options: Any
+) -> ServerSpec:
+    settings = CaptureSettings(
+        "file", {"root": str(root)}, tuple(layers), "fingerprint-of-the-test", queue_bytes=queue_bytes
+    )
     return ServerSpec(
         model=str(model),
         max_model_len=MAX_MODEL_LEN,
@@ -271,14 +275,17 @@ def test_states_that_are_not_finite_fail_and_what_is_owed_is_written_at_a_stop(
     home = tmp_path_factory.mktemp("tiny")
     model, root = home / "model", home / "states"
     make_tiny_verifier(model, verifier_dir, poison)
-    server = engine(spec_for(model, root, layers=(1, 2), max_num_seqs=8, extra_args=("--shutdown-timeout", "20")))
+    # queue_bytes=1: no record fits, so one is written at a time and the others wait in their cache blocks
+    spec = spec_for(model, root, (1, 2), 1, max_num_seqs=8, extra_args=("--shutdown-timeout", "20"))
+    server = engine(spec)
     tiny = Capturing(server, open_reader("file", {"root": str(root)}), root)
     whole = tiny.complete(range(100, 140))
     poisoned = tiny.complete([*range(100, 120), poison, *range(120, 140)])
     assert torch.isfinite(tiny.record(whole).hidden_states).all()
     with pytest.raises(CaptureFailed, match=r"not finite at 21 of 41 tokens, the first at position 20"):
         tiny.record(poisoned)
-    again = [tiny.complete(range(100, 140 + i)) for i in range(20)]
+    with ThreadPoolExecutor(8) as pool:
+        again = list(pool.map(lambda i: tiny.complete(range(100, 140 + i)), range(40)))
     assert server.process is not None
     server.process.stop(grace_s=30)
     for answer in again:

@@ -9,6 +9,7 @@ The README beside the source states this as a specification.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from typing import Any
 
@@ -80,6 +81,12 @@ def unpack(payload: bytes | bytearray | memoryview) -> Record:
 
 def _check(record: Record) -> None:
     _check_shapes(record)
+    # A finite sum proves finite terms in one pass without a temporary; the exact test is for the rest.
+    if not math.isfinite(record.hidden_states.sum().item()):
+        _refuse_not_finite(record)
+
+
+def _refuse_not_finite(record: Record) -> None:
     if not bool(torch.isfinite(record.hidden_states).all()):
         bad_TK = ~torch.isfinite(record.hidden_states).all(dim=-1)
         tokens = bad_TK.any(dim=1).nonzero().flatten().tolist()

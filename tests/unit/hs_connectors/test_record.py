@@ -90,6 +90,18 @@ def test_states_that_are_not_finite_are_located() -> None:
         pack(record)
 
 
+def test_huge_states_whose_sum_overflows_are_finite_all_the_same() -> None:
+    record = replace(make_record(), hidden_states=torch.full((7, 3, 5), 3e38, dtype=torch.bfloat16))
+    assert_same(unpack(pack(record)), record)
+
+
+def test_infinities_that_cancel_are_seen() -> None:
+    record = make_record()
+    record.hidden_states[0, 0, 0], record.hidden_states[0, 0, 1] = float("inf"), -float("inf")
+    with pytest.raises(RecordNotFinite, match="1 of 7 tokens"):
+        pack(record)
+
+
 def test_an_unknown_codec_lists_the_known() -> None:
     with pytest.raises(UnknownName, match="none"):
         pack(make_record(), "zip")

@@ -37,13 +37,9 @@ __all__ = [
     "ended_normally",
     "engine_facts",
     "hidden_states_group",
-    "layout",
     "refuse_unsupported",
     "tensor_parallel_rank",
 ]
-
-layout = "LBNHC"
-"""Cache layout in which the states of one token lie together; the connector reads any, this one fastest."""
 
 
 def refuse_unsupported(config: VllmConfig, layer_ids: tuple[int, ...]) -> None:

@@ -172,11 +172,6 @@ class DraftsmithHiddenStates(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
         """Decide what of a finished request is captured; the dictionary goes into its response."""
         return self._half.decide(request, block_ids[self._group] if self._group < len(block_ids) else [])
 
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The layout in which one token's states lie together."""
-        return compat.layout
-
 
 class _SchedulerHalf:
     """Turns finished requests into captures and response parameters."""
@@ -270,10 +265,14 @@ class _WorkerHalf:
         return StoreState(trouble)
 
     def close(self) -> None:
-        """Copy what still waits, then drain the writers."""
+        """Copy what still waits, then drain the writers, both within `drain_timeout_s`."""
+        deadline = time.monotonic() + self._settings.drain_timeout_s
+        while self._waiting and time.monotonic() < deadline:
+            self.advance([])
+            time.sleep(0.005)
         for capture in self._waiting:
             self._spool.fail(capture.key, "the engine stopped before the states were copied")
-        late = self._spool.close(self._settings.drain_timeout_s)
+        late = self._spool.close(max(0.0, deadline - time.monotonic()))
         if late:
             log.error("records given up at shutdown count=%d", len(late))
 
