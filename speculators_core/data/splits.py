@@ -66,22 +66,27 @@ def near_duplicate_groups(texts: Sequence[str], overlap: float = OVERLAP) -> lis
     sets = _shingle_ranks([folded[i] for i in distinct])
     # Dice > t is Jaccard > t / (2 - t); its prefix filter needs |x| - ceil(j |x|) + 1 of the rarest elements.
     jaccard = overlap / (2 - overlap)
-    posted: dict[int, list[int]] = {}
+    posted: dict[int, list[tuple[int, int]]] = {}
     order = sorted(range(len(distinct)), key=lambda k: (len(sets[k]), k))
     for k in order:
         mine = sets[k]
         size = len(mine)
         prefix = mine[: size - math.ceil(jaccard * size) + 1].tolist()
-        candidates = {other for rank in prefix for other in posted.get(rank, ())}
-        for other in candidates:
-            theirs = sets[other]
-            if len(theirs) < jaccard * size or find(distinct[k]) == find(distinct[other]):
-                continue
-            shared = len(np.intersect1d(mine, theirs, assume_unique=True))
-            if 2 * shared > overlap * (size + len(theirs)):
-                union(distinct[k], distinct[other])
-        for rank in prefix:
-            posted.setdefault(rank, []).append(k)
+        seen: set[int] = set()
+        for at, rank in enumerate(prefix):
+            for other, place in posted.get(rank, ()):
+                if other in seen:
+                    continue
+                seen.add(other)
+                theirs = sets[other]
+                needed = overlap * (size + len(theirs)) / 2
+                # The rarest shared element stands here: nothing before it can be shared.
+                if min(size - at, len(theirs) - place) <= needed or find(distinct[k]) == find(distinct[other]):
+                    continue
+                if len(np.intersect1d(mine, theirs, assume_unique=True)) > needed:
+                    union(distinct[k], distinct[other])
+        for at, rank in enumerate(prefix):
+            posted.setdefault(rank, []).append((k, at))
     return [find(i) for i in range(len(texts))]
 
 
