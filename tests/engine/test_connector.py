@@ -81,14 +81,11 @@ def text(verifier_dir: Path) -> list[int]:
     """Token ids of real conversations, one long stream."""
     from transformers import AutoTokenizer
 
-    source = Path(__file__).parents[1] / "fixtures" / "conversations"
+    source = Path(__file__).parents[2] / "deployments" / "data" / "conversations.jsonl"
     tokenizer = AutoTokenizer.from_pretrained(str(verifier_dir))
-    files = sorted(source.glob("*.jsonl")) or [Path(__file__).parents[2] / "README.md"]
-    ids: list[int] = []
-    for file in files:
-        ids += tokenizer(file.read_text()[:40_000]).input_ids
-    assert len(ids) > 1000
-    return (ids * 4)[:8000]
+    ids: list[int] = tokenizer(source.read_text()[:20_000]).input_ids
+    assert len(ids) > 2000
+    return ids
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +251,7 @@ def full_disk(capturing: Capturing) -> Iterator[None]:
 
 def test_a_full_disk_fails_records_and_not_the_engine(full_disk: None, capturing: Capturing, text: list[int]) -> None:
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda i: capturing.complete(text[i : i + 100]), range(0, 800, 50)))
+        answers = list(pool.map(lambda i: capturing.complete(text[i : i + 20]), range(16)))
     written, failed = 0, 0
     for answer in answers:
         try:
@@ -265,7 +262,7 @@ def test_a_full_disk_fails_records_and_not_the_engine(full_disk: None, capturing
         except ConnectorError:
             assert "error" in answer["kv_transfer_params"]
             failed += 1
-    assert failed > 0 and written + failed == len(answers)
+    assert written > 0 and failed > 0 and written + failed == len(answers)
 
 
 def test_states_that_are_not_finite_fail_and_what_is_owed_is_written_at_a_stop(

@@ -204,8 +204,10 @@ class _SchedulerHalf:
 
     def close(self) -> None:
         """Fail what was promised in a response and never reached the worker."""
-        for capture in self.take():
-            backend = open_backend(self._settings.backend, self._settings.backend_config)
+        if not (captures := self.take()):
+            return
+        backend = open_backend(self._settings.backend, self._settings.backend_config)
+        for capture in captures:
             backend.fail(capture.key, "the engine stopped before the states were copied")
 
     def _tokens(self, request: Request, num_blocks: int) -> tuple[str | None, tuple[int, ...]]:
