@@ -27,15 +27,13 @@ from pydantic import Field, ValidationError
 from speculators_core import errors, registry
 from speculators_core.errors import ConfigError, DraftsmithError, Interrupted, TrainingError
 from speculators_core.training.config import TrainingConfig
-from speculators_core.types import Algorithm, Sample, StrictModel
+from speculators_core.types import Algorithm, StrictModel
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from speculators_core.data.vocabulary import DraftVocabulary
     from speculators_core.formats.card import ModelCard
     from speculators_core.training.distributed import World
-    from speculators_core.training.loader import StateRow, States
+    from speculators_core.training.loader import States
     from speculators_core.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -127,6 +125,7 @@ def _assemble(request: TrainRequest, world: World) -> tuple[Trainer, int, float]
     from speculators_core.training.loader import PackedRows
     from speculators_core.training.trainer import Trainer
     from speculators_core.training.validation import Validator
+    from speculators_core.training.weights import start_from
 
     config, output = request.training, Path(request.output)
     output.mkdir(parents=True, exist_ok=True)
@@ -135,7 +134,7 @@ def _assemble(request: TrainRequest, world: World) -> tuple[Trainer, int, float]
     vocabulary = _draft_vocabulary(request, states, world)
     model = algorithm.build(settings, Path(request.verifier), vocabulary, config.seed)
     if request.warm_start is not None:
-        warm_start(model, Path(request.warm_start))
+        start_from(model, Path(request.warm_start))
     objective = algorithm.objective(settings)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     rows = PackedRows(states, objective, "train", config.row_tokens, dtype=dtype)
@@ -179,6 +178,7 @@ def algorithm_of(settings: dict[str, Any]) -> tuple[Algorithm, StrictModel]:
 def open_states(request: TrainRequest, algorithm: Algorithm, settings: StrictModel) -> States:
     """The set, reduced to the layers that the algorithm reads. ConfigError names layers that it does not hold."""
     from speculators_core.states.sets import StateSet
+    from speculators_core.training.loader import SomeLayers
     from speculators_core.verifier.facts import read_facts
 
     states = StateSet.open(Path(request.states))
@@ -191,34 +191,7 @@ def open_states(request: TrainRequest, algorithm: Algorithm, settings: StrictMod
             mend="capture again with these layers, or name captured ones in algorithm.aux_layers",
         )
     places = [states.layer_ids.index(layer) for layer in wanted]
-    return states if places == list(range(len(states.layer_ids))) else _SomeLayers(states, places)
-
-
-class _SomeLayers:
-    """A set of which only some layers are handed out: one capture serves every algorithm whose layers it holds."""
-
-    def __init__(self, states: States, places: Sequence[int]) -> None:
-        self._states = states
-        self._places = list(places)
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        return self._states.lengths
-
-    @property
-    def splits(self) -> Sequence[str]:
-        return self._states.splits
-
-    def row(self, position: int) -> StateRow:
-        row = self._states.row(position)
-        sample = Sample(row.input_ids, row.loss_mask, row.hidden_states[:, self._places], row.input_ids, row.index)
-        return _Row(row.split, sample)
-
-
-class _Row:
-    def __init__(self, split: str, sample: Sample) -> None:
-        self.index, self.split = sample.row, split
-        self.input_ids, self.loss_mask, self.hidden_states = sample.input_ids, sample.loss_mask, sample.hidden_states
+    return states if places == list(range(len(states.layer_ids))) else SomeLayers(states, places)
 
 
 def _draft_vocabulary(request: TrainRequest, states: States, world: World) -> DraftVocabulary | None:
@@ -249,33 +222,6 @@ def supervised_counts(states: States, verifier_size: int) -> Any:
             row = states.row(position)
             counts += torch.bincount(row.input_ids[row.loss_mask], minlength=verifier_size)
     return counts
-
-
-def warm_start(model: nn.Module, source: Path) -> None:
-    """Copy trainable weights from a checkpoint or an exported draft; frozen parts stay those of the (new) verifier.
-
-    Raises:
-        TrainingError: it is torn, or of another shape.
-        ConfigError: there are no weights.
-    """
-    import safetensors.torch
-    from safetensors import SafetensorError
-
-    from speculators_core.training import checkpoints
-    from speculators_core.training.weights import load_trainable_parameters
-
-    path = source / "model.safetensors"
-    if not path.is_file():
-        raise ConfigError(f"warm_start {source} holds no model.safetensors", mend="name a draft or a checkpoint")
-    if (source / checkpoints.MANIFEST).is_file():
-        tensors = checkpoints.load(source).tensors["model"]
-    else:
-        try:
-            tensors = safetensors.torch.load_file(path)
-        except SafetensorError as error:
-            raise TrainingError(f"warm_start {path} cannot be read: {error}", mend="copy the draft again") from error
-    count = load_trainable_parameters(model, tensors)
-    log.info("warm start from=%s parameters=%d", source, count)
 
 
 def _report(request: TrainRequest, trainer: Trainer, clipped: int, fill: float) -> TrainReport:

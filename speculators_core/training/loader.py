@@ -67,6 +67,29 @@ class States(Protocol):
         ...
 
 
+class SomeLayers:
+    """A set of which only some layers are handed out: one capture serves every algorithm whose layers it holds."""
+
+    def __init__(self, states: States, places: Sequence[int]) -> None:
+        self.lengths, self.splits = states.lengths, states.splits
+        self._states = states
+        self._places = list(places)
+
+    def row(self, position: int) -> StateRow:
+        """The row with the chosen layers (a copy of them)."""
+        row = self._states.row(position)
+        return _Row(row.index, row.split, row.input_ids, row.loss_mask, row.hidden_states[:, self._places])
+
+
+@dataclass(frozen=True)
+class _Row:
+    index: int
+    split: str
+    input_ids: Tensor
+    loss_mask: Tensor
+    hidden_states: Tensor
+
+
 @dataclass(frozen=True)
 class StepBatches:
     """One rank's share of an optimiser step.

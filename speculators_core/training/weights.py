@@ -6,12 +6,19 @@ start never takes them from the old draft.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from pathlib import Path
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from speculators_core.errors import TrainingError
+from speculators_core.errors import ConfigError, TrainingError
+from speculators_core.training import checkpoints
+
+log = logging.getLogger(__name__)
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -41,9 +48,29 @@ def load_trained_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> Non
         value.copy_(tensors[name])
 
 
+def start_from(model: nn.Module, source: Path) -> None:
+    """Warm start: trainable weights from a checkpoint or an exported draft; frozen parts stay the new verifier's.
+
+    Raises:
+        TrainingError: it is torn, or of another shape.
+        ConfigError: there are no weights.
+    """
+    path = source / "model.safetensors"
+    if not path.is_file():
+        raise ConfigError(f"warm_start {source} holds no model.safetensors", mend="name a draft or a checkpoint")
+    if (source / checkpoints.MANIFEST).is_file():
+        tensors = checkpoints.load(source).tensors["model"]
+    else:
+        try:
+            tensors = safetensors.torch.load_file(path)
+        except SafetensorError as error:
+            raise TrainingError(f"warm_start {path} cannot be read: {error}", mend="copy the draft again") from error
+    log.info("warm start from=%s parameters=%d", source, load_trainable_parameters(model, tensors))
+
+
 @torch.no_grad()
 def load_trainable_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> int:
-    """Warm start: copy every trainable parameter of `model` from `tensors`; all else in `tensors` is left alone.
+    """Copy every trainable parameter of `model` from `tensors`; all else in `tensors` is left alone.
 
     Returns the number of parameters copied. TrainingError when one is missing or has another shape.
     """
