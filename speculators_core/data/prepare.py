@@ -40,7 +40,7 @@ from speculators_core.verifier.fingerprint import HashCache
 log = logging.getLogger(__name__)
 
 CHUNK = 128  # conversations tokenised in one call
-SAMPLES = 64  # rows whose messages are kept for the comparison with the engine
+SAMPLES = 64  # about as many conversations, spread evenly, keep their messages for the comparison with the engine
 
 
 class PreparationReport(StrictModel):
@@ -108,6 +108,7 @@ def prepare(
     writer, prompts, samples = RowWriter(), list[Prompt](), list[Sample]()
     prompted: set[int] = set()
     total, done = len(conversations), 0
+    sampled = frozenset(conversation.id for conversation in conversations[:: max(1, total // SAMPLES)])
     for chunk in _chunks(list(zip(conversations, splits, groups, strict=True))):
         turns = _turns([conversation for conversation, _, _ in chunk], template, facts, config.reply_cap, tally)
         for (conversation, split, group), found in zip(chunk, turns, strict=True):
@@ -118,7 +119,8 @@ def prepare(
                     prompts.append(prompt)
                     prompted.add(group)
                 continue
-            _add_rows(conversation, split, found, config, tally, writer, samples)
+            keep = samples if conversation.id in sampled else None
+            _add_rows(conversation, split, found, config, tally, writer, keep)
         done += len(chunk)
         if progress:
             progress(done, total)
@@ -268,7 +270,7 @@ def _add_rows(
     config: DataConfig,
     tally: _Tally,
     writer: RowWriter,
-    samples: list[Sample],
+    samples: list[Sample] | None,
 ) -> None:
     rows = merge(turns)
     tally.fanned_out += len(rows) > 1
@@ -283,7 +285,7 @@ def _add_rows(
             identity, conversation.domain, split, conversation.id, tuple(turn.message for turn in kept.turns)
         )
         index = writer.add(record, kept.input_ids, kept.loss_mask)
-        if len(samples) < SAMPLES:
+        if samples is not None:
             last = kept.turns[-1]
             samples.append(
                 Sample(

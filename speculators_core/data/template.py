@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class ChatTemplate:
 
         try:
             rendered = self.tokenizer.apply_chat_template(
-                template_messages(messages),
+                self._spoken(template_messages(messages)),
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
@@ -68,6 +69,18 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(f"the chat template refuses the messages: {error}") from error
         return str(rendered)
+
+    def _spoken(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """As vLLM: where the template knows no developer, that is the system, and one system message stands first."""
+        template = str(self.tokenizer.chat_template)
+        if all(message["role"] != "developer" for message in messages) or re.search("['\"]developer['\"]", template):
+            return messages
+        renamed = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+        system = [message for message in renamed if message["role"] == "system"]
+        if len(system) == 1 and renamed[0] is system[0]:
+            return renamed
+        content = "\n\n".join(message["content"] for message in system if message["content"])
+        return [{"role": "system", "content": content}, *(m for m in renamed if m["role"] != "system")]
 
     def tokenise(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of rendered texts, in one call: fast tokenizers share the work between threads."""

@@ -12,7 +12,7 @@ from speculators_core.data.conversations import Conversation, normalise, read_co
 from speculators_core.data.masking import Turn, clip, common_prefix, merge, renderings, turn_of
 from speculators_core.data.template import ChatTemplate
 
-from .conftest import CONVERSATIONS, FORGETFUL, OPENING
+from .conftest import CHATML, CONVERSATIONS, FORGETFUL, OPENING
 
 END = frozenset({2})
 
@@ -106,6 +106,15 @@ def test_the_default_system_message_is_context(verifier: Path) -> None:
     conversation = normalise({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]})
     (turn,) = turns_of(conversation, template)
     assert turn and template.decode(turn.prompt).startswith("<|im_start|>system\nYou rhyme.<|im_end|>")
+
+
+def test_developers_speak_as_the_system_where_the_template_knows_none(make_verifier: Callable[..., Path]) -> None:
+    record = [("system", "Be brief."), ("user", "Hi"), ("developer", "Be kind."), ("assistant", "Ho")]
+    messages = normalise({"messages": [{"role": role, "content": content} for role, content in record]}).messages
+    text = ChatTemplate.load(make_verifier()).text(messages)
+    assert text.startswith("<|im_start|>system\nBe brief.\n\nBe kind.<|im_end|>\n<|im_start|>user")
+    knows = CHATML + "{# 'developer' #}"
+    assert "<|im_start|>developer\nBe kind." in ChatTemplate.load(make_verifier(knows)).text(messages)
 
 
 def test_an_opening_by_the_assistant_is_context(verifier: Path) -> None:

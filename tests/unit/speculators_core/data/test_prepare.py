@@ -16,7 +16,7 @@ from speculators_core.data.rows import RowSet
 from speculators_core.data.template import ChatTemplate
 from speculators_core.errors import DataError, DraftsmithError, VerifierError
 
-from .conftest import CONVERSATIONS, FORGETFUL
+from .conftest import CHATML, CONVERSATIONS, FORGETFUL
 
 ALL = tuple(str(CONVERSATIONS / f"{name}.jsonl") for name in ("multi_turn", "sharegpt", "tools", "reasoning"))
 
@@ -92,6 +92,12 @@ def test_what_is_dropped_is_counted(verifier: Path, tmp_path: Path) -> None:
     assert report.rows == 1
     assert report.dropped["no_assistant_turn"] == 1 and report.dropped["duplicate"] == 1
     assert sum(report.dropped.values()) == 9
+
+
+def test_a_template_that_refuses_is_counted(make_verifier: Callable[..., Path], tmp_path: Path) -> None:
+    strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+    report = prepare(settings(*ALL), make_verifier(strict), tmp_path)
+    assert report.dropped == {"refused_by_template": 2} and report.rows == 4
 
 
 def test_max_rows_draws_by_seed(verifier: Path, tmp_path: Path) -> None:
