@@ -66,33 +66,31 @@ def measure_baseline(
     random.Random(config.seed).shuffle(shuffled)
     report = _Progress(progress, 2 * len(requests))
     started = time.monotonic()
-    with serve(
-        runtime,
-        server_spec(str(verifier_dir.resolve()), chosen, config, trust_remote_code=trust_remote_code),
-        home=home,
-        startup_timeout_s=config.startup_timeout_s,
-    ) as engine:
-        with engine.client(timeout_s=config.request_timeout_s) as client:
-            engine_seconds = time.monotonic() - started
-            warm_up(client, requests, config)
-            first = run_prompts(client, requests, config, report)
-            second = run_prompts(client, shuffled, config, report)
-            divergences = find_divergences(
-                client, _token_ids(chosen), first.by_id(), second.by_id(), concurrency=config.concurrency
-            )
-        baseline = Baseline(
-            verifier_fingerprint=verifier_fingerprint,
-            runtime_key=engine.info.key,
-            vllm=engine.info.vllm,
-            prompts=prompts_digest(chosen),
-            count=len(chosen),
-            max_new_tokens=config.max_new_tokens,
-            concurrency=config.concurrency,
-            tokens=first.tokens,
-            seconds=first.seconds,
-            engine_seconds=engine_seconds,
-            divergences=divergences,
+    spec = server_spec(str(verifier_dir.resolve()), chosen, config, trust_remote_code=trust_remote_code)
+    with (
+        serve(runtime, spec, home=home, startup_timeout_s=config.startup_timeout_s) as engine,
+        engine.client(timeout_s=config.request_timeout_s) as client,
+    ):
+        engine_seconds = time.monotonic() - started
+        warm_up(client, requests, config)
+        first = run_prompts(client, requests, config, report)
+        second = run_prompts(client, shuffled, config, report)
+        divergences = find_divergences(
+            client, _token_ids(chosen), first.by_id(), second.by_id(), concurrency=config.concurrency
         )
+    baseline = Baseline(
+        verifier_fingerprint=verifier_fingerprint,
+        runtime_key=engine.info.key,
+        vllm=engine.info.vllm,
+        prompts=prompts_digest(chosen),
+        count=len(chosen),
+        max_new_tokens=config.max_new_tokens,
+        concurrency=config.concurrency,
+        tokens=first.tokens,
+        seconds=first.seconds,
+        engine_seconds=engine_seconds,
+        divergences=divergences,
+    )
     output.mkdir(parents=True, exist_ok=True)
     write_replies(output / "replies.safetensors", [reply.token_ids for reply in first.replies])
     write_text(output / "baseline.json", baseline.model_dump_json(indent=2) + "\n")
@@ -128,10 +126,11 @@ def measure_draft(
     chosen = choose(prompts, verifier_dir, config)
     requests = generation_requests(chosen, config)
     k = config.k or drafted_tokens(draft_dir)
+    info = probe_runtime(runtime, home=home)
     identity = Identity(
         draft=draft_digest(draft_dir),
         verifier_fingerprint=verifier_fingerprint,
-        runtime_key=(info := probe_runtime(runtime, home=home)).key,
+        runtime_key=info.key,
         vllm=info.vllm,
         prompts=prompts_digest(chosen),
     )
