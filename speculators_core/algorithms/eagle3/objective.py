@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +15,6 @@ from speculators_core.metrics.acceptance import unrolled_metrics
 from speculators_core.types import Aligned, Batch, Counted, Sample, StepResult
 
 COMPAT_EPSILON = 1e-5
-
-
-@dataclass(frozen=True)
-class _Unroll:
-    """Supervision of a packed row: counted_ST bool, row j counts at step s · target of (s, j) is row j + s."""
-
-    counted_ST: Tensor
 
 
 class Eagle3Objective:
@@ -68,7 +60,7 @@ class Eagle3Objective:
         assert teacher is not None, "the model was built without its verifier"
         config, steps = self.config, self.config.ttt_steps
         counted_ST = self._counted(batch)
-        rows_R = self._rows(batch, counted_ST)
+        rows_R = counted_ST.any(dim=0).nonzero().squeeze(1)
         denominators_S = denominators.to(counted_ST.device, torch.float64)
         if config.compat:
             denominators_S = denominators_S + COMPAT_EPSILON
@@ -79,11 +71,12 @@ class Eagle3Objective:
         weight_S = (decay_S / denominators_S.clamp_min(1e-9)).float()
         targets_U, rows_SU = _pair_targets(rows_R, steps, batch.input_ids.numel())
         weights_SU = torch.where(rows_SU >= 0, _at(counted_ST, rows_R, rows_SU) * weight_S[:, None], 0.0)
+        if rows_R.numel() == 0:
+            # every trained parameter stays in the graph, or the reduction over ranks would wait for it
+            touched = [*hidden_SRH, *((draft.lm_head.weight,) if draft.lm_head.weight.requires_grad else ())]
+            return StepResult(torch.stack([tensor.float().sum() for tensor in touched]).sum() * 0.0, {})
         last_UH = batch.last_TH[targets_U]
         compute = hidden_SRH[0].dtype
-        if rows_R.numel() == 0:
-            loss = torch.stack([h.float().sum() for h in hidden_SRH]).sum() * 0.0
-            return StepResult(loss, {})
         evaluating = not torch.is_grad_enabled()
         outcome = unrolled_loss(
             hidden_SRH,
@@ -96,7 +89,7 @@ class Eagle3Objective:
             want_acceptance=evaluating and not config.compat,
         )
         correct_SR = _by_row(outcome.correct_SU, rows_SU, rows_R.numel())
-        share_S = (self._counted(batch).sum(dim=1) / denominators.to(counted_ST.device).clamp_min(1e-9)).tolist()
+        share_S = (counted_ST.sum(dim=1) / denominators.to(counted_ST.device).clamp_min(1e-9)).tolist()
         metrics = self._losses(outcome.loss, outcome.term_sums_SN, share_S)
         metrics |= unrolled_metrics(
             correct_SR, counted_ST[:, rows_R], self._started(batch, rows_R, steps) if config.compat else None
@@ -162,10 +155,6 @@ class Eagle3Objective:
             alive[:-ahead] &= mask[ahead:] & (documents[ahead:] == documents[:-ahead])
             counted[step] = alive
         return counted
-
-    def _rows(self, batch: Batch, counted_ST: Tensor) -> Tensor:
-        rows = counted_ST.any(dim=0)
-        return rows.nonzero().squeeze(1)
 
     def _started(self, batch: Batch, rows_R: Tensor, steps: int) -> Tensor:
         """bool [S, R]: rows whose own token is a reply's and whose target lies in the row, for `compat` counts."""

@@ -140,11 +140,12 @@ def test_padding_and_prompts_of_others_change_nothing(verifier: Path) -> None:
 
 
 def test_a_batch_without_replies_has_a_loss_of_zero_and_a_graph(verifier: Path) -> None:
-    model, objective = made(verifier)
+    model, objective = made(verifier, train_lm_head=True)
     batch = pack([objective.align(sample(10, []))], 12)
     result = objective.step(model, batch, objective.denominators(batch).clamp_min(1.0))
     result.loss.backward()  # type: ignore[no-untyped-call]
-    assert float(result.loss) == 0.0 and result.metrics == {}
+    assert float(result.loss.detach()) == 0.0 and result.metrics == {}
+    assert gradients(model).keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     assert all(float(g.abs().sum()) == 0.0 for g in gradients(model).values())
 
 
