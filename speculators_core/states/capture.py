@@ -33,6 +33,8 @@ from speculators_core.types import ProgressCallback, StrictModel
 from speculators_core.verifier.facts import VerifierFacts, read_facts
 
 RECORDS_NAME = ".records"
+_IN_FLIGHT = 4
+"""Requests that the client keeps ahead, as a multiple of the concurrency."""
 
 
 class CaptureReport(StrictModel):
@@ -235,7 +237,9 @@ def plan_capture(
     with storage_errors(workspace, "preparing a capture"):
         workspace.mkdir(parents=True, exist_ok=True)
     collector = Collector(rows, states, workspace, config.shard_tokens)
-    require_disk(workspace, int(collector.missing_tokens() * states.bytes_per_token * 1.02))
+    missing = collector.missing_tokens()
+    in_flight = min(missing, _IN_FLIGHT * config.concurrency * collector.longest)  # records that lie beside the set
+    require_disk(workspace, int((missing + in_flight) * states.bytes_per_token * 1.02))
     return collector
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 
 from hs_connectors.contract import Handle, Reader, Record
 from hs_connectors.errors import CaptureFailed, ConnectorError, RecordError, RecordTimeout
@@ -24,6 +27,8 @@ logger = logging.getLogger(__name__)
 RESUME = "run the same command again: it goes on after the last finished shard"
 _HOPELESS = 8
 """Failures before the first success after which nothing more is tried."""
+_READERS = 2
+_READ_AHEAD = 8
 _LOOK_S = 2.0
 """Between two looks whether the engine still lives while a record is awaited."""
 
@@ -63,25 +68,22 @@ def request_states(
     left = [position for position in left if position in sampled] + [
         position for position in left if position not in sampled
     ]
+    hopeless = max(_HOPELESS, config.concurrency)
     started = time.monotonic()
     for _ in range(config.retries + 1):
         failures: dict[int, str] = {}
         try:
-            with closing(_attempt(rows, left, engine, reader, config)) as outcomes:
+            with closing(_attempt(rows, left, engine, reader, collector.facts, config)) as outcomes:
                 for position, outcome in outcomes:
                     if isinstance(outcome, str):
                         failures[position] = outcome
-                        if len(failures) >= max(_HOPELESS, config.concurrency) and tally.rows == 0:
-                            raise CaptureError(
-                                f"none of the first {len(failures)} rows could be captured: {outcome}", mend=RESUME
-                            )
+                        if tally.rows == 0 and len(failures) >= min(hopeless, total):
+                            raise CaptureError(f"none of the first {len(failures)} rows was captured: {outcome}")
                         continue
-                    record, next_token = outcome
                     row = rows.row(position)
-                    check_record(record, row.index, ids_of(row), collector.facts)
-                    gate.offer(row.index, record.hidden_states, next_token)
-                    collector.add(content_of(row, record.hidden_states))
-                    tally.add(record)
+                    gate.offer(row.index, outcome.record.hidden_states, outcome.next_token)
+                    collector.add(content_of(row, outcome.record.hidden_states))
+                    tally.add(outcome.record)
                     if progress is not None:
                         progress(tally.rows, total)
         except EngineError as error:
@@ -105,35 +107,66 @@ def request_states(
     return tally
 
 
+@dataclass(frozen=True)
+class _Captured:
+    """A record that passed its gates, and the token that the engine generated after it."""
+
+    record: Record
+    next_token: int | None
+
+
 def _attempt(
-    rows: Rows, positions: Sequence[int], engine: Engine, reader: Reader, config: CaptureConfig
-) -> Generator[tuple[int, tuple[Record, int | None] | str]]:
-    """One try at every position: (position, record and next token) or (position, what failed)."""
+    rows: Rows, positions: Sequence[int], engine: Engine, reader: Reader, facts: StatesFacts, config: CaptureConfig
+) -> Generator[tuple[int, _Captured | str]]:
+    """One try at every position: (position, what was captured, or why it was not).
+
+    Records are read and checked by a few threads, a few records ahead: that is most of our own work, and it must not
+    hold up an engine that is faster than one core.
+    """
+
+    def take(generation: Generation) -> _Captured | str:
+        row = rows.row(int(generation.id))
+        try:
+            record = _fetch(generation, reader, engine, config.record_timeout_s)
+        except (CaptureFailed, RecordTimeout, RecordError) as error:
+            return error.what
+        except ConnectorError as error:
+            raise CaptureError(f"records cannot be read: {error.what}", mend=error.mend or RESUME) from error
+        check_record(record, row.index, ids_of(row), facts)
+        return _Captured(record, generation.token_ids[0] if generation.token_ids else None)
+
+    def refusals() -> Iterator[tuple[int, str]]:
+        while refused:
+            error = refused.pop()
+            if not error.request_id:
+                raise error
+            yield int(error.request_id), error.what
+
     refused: list[RequestError] = []
-    with engine.client() as client:
-        requests = (
-            GenerationRequest(
-                id=str(position), prompt_token_ids=tuple(ids_of(rows.row(position)).tolist()), max_tokens=1
-            )
-            for position in positions
-        )
-        for generation in client.generate(requests, concurrency=config.concurrency, on_error=refused.append):
-            yield from _refusals(refused)
+    reading: deque[tuple[int, Future[_Captured | str]]] = deque()
+    requests = (
+        GenerationRequest(id=str(position), prompt_token_ids=tuple(ids_of(rows.row(position)).tolist()), max_tokens=1)
+        for position in positions
+    )
+    death: EngineError | None = None
+    with engine.client() as client, ThreadPoolExecutor(_READERS, thread_name_prefix="records") as pool:
+        try:
+            for generation in client.generate(requests, concurrency=config.concurrency, on_error=refused.append):
+                yield from refusals()
+                reading.append((int(generation.id), pool.submit(take, generation)))
+                if len(reading) > _READ_AHEAD:
+                    position, future = reading.popleft()
+                    yield position, future.result()
+        except EngineError as error:
+            death = error  # what it answered before is whole, and need not be captured again
+        for position, future in reading:
             try:
-                record = _fetch(generation, reader, engine, config.record_timeout_s)
-            except (CaptureFailed, RecordTimeout, RecordError) as error:
-                yield int(generation.id), error.what
-            except ConnectorError as error:
-                raise CaptureError(f"records cannot be read: {error.what}", mend=error.mend or RESUME) from error
-            else:
-                yield int(generation.id), (record, generation.token_ids[0] if generation.token_ids else None)
-        yield from _refusals(refused)
-
-
-def _refusals(refused: list[RequestError]) -> Iterator[tuple[int, str]]:
-    while refused:
-        error = refused.pop()
-        yield int(error.request_id), error.what
+                yield position, future.result()
+            except EngineError as error:
+                death = death or error
+        if death is not None:
+            raise death
+        yield from refusals()
 
 
 def _fetch(generation: Generation, reader: Reader, engine: Engine, timeout_s: float) -> Record:

@@ -122,9 +122,9 @@ def test_a_row_that_fails_always_is_named_and_the_others_are_kept(tmp_path: Path
 
 def test_a_capture_without_hope_ends_early(tmp_path: Path):
     engine, _, work = run(tmp_path, lambda row, attempt, record: "disk full")
-    with pytest.raises(CaptureError, match=r"none of the first 8 rows could be captured: .*disk full"):
+    with pytest.raises(CaptureError, match=r"none of the first 8 rows was captured: .*disk full"):
         work()
-    assert sum(engine.attempts.values()) == 8
+    assert max(engine.attempts.values()) == 1
 
 
 def test_a_dead_engine_says_how_to_go_on(tmp_path: Path):
