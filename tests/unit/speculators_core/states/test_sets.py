@@ -158,3 +158,27 @@ def test_an_unfinished_set_is_not_a_set(tmp_path: Path):
 def test_unusable_rows_are_refused(tmp_path: Path, lengths: list[int], message: str):
     with pytest.raises(DataError, match=message):
         Collector(make_rows(lengths), FACTS, tmp_path, 20)
+
+
+def anonymous_mib() -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) / 1024
+
+
+def test_writing_and_reading_take_the_memory_of_a_few_shards(tmp_path: Path):
+    facts = FACTS.model_copy(update={"hidden_size": 512})
+    rows = make_rows([400] * 100)  # 117 MiB of states in shards of 6 MiB
+    collector = Collector(rows, facts, tmp_path, 2000)
+    states_for(rows.row(0), facts)
+    before = peak = anonymous_mib()
+    for row in rows.content:
+        collector.add(content_of(row, states_for(row, facts)))
+        peak = max(peak, anonymous_mib())
+    collector.finish({})
+    states = StateSet.open(tmp_path)
+    total = 0.0
+    for row in states.rows():
+        total += float(row.hidden_states[:, 0].float().abs().mean())
+        peak = max(peak, anonymous_mib())
+    assert total > 0 and states.num_tokens == 40_000
+    assert peak - before < 40, f"{peak - before:.0f} MiB"
