@@ -135,9 +135,9 @@ def promote(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json
     results, run = run_stages(recipe, overrides, "evaluate", as_json, show=False)
     from tasks.release import promote_version, register_draft
 
-    evaluation = by_name(results, "evaluate").ref
-    version = register_draft(run, by_name(results, "export").ref, evaluation)
-    outcome = promote_version(run, version, evaluation, by_name(results, "prepare").ref)
+    draft = by_name(results, "export").ref
+    version = register_draft(run, draft, by_name(results, "evaluate").ref)
+    outcome = promote_version(run, version, draft, by_name(results, "prepare").ref)
     show_model(outcome, as_json, f"{outcome.outcome}: {'; '.join(outcome.reasons)}")
 
 

@@ -22,6 +22,6 @@ def retrain(recipe: Recipe) -> LoopSummary:
     draft = stages.export(recipe, training.ref)
     evaluation = stages.evaluate(recipe, draft.ref, dataset.ref)
     version = register(recipe, draft.ref, evaluation.ref)
-    promotion = promote(recipe, version, evaluation.ref, dataset.ref)
+    promotion = promote(recipe, version, draft.ref, dataset.ref)
     done = [checked, dataset, states, training, draft, evaluation]
     return summarise(recipe, done, version, promotion, time.monotonic() - started)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -45,11 +45,14 @@ def flow_run_id() -> str | None:
     return str(context.flow_run.id) if context and context.flow_run else None
 
 
-def observed(recipe: Recipe, name: str, call: StageCall, *, follow: str | None = None) -> StageResult:
+def observed(
+    recipe: Recipe, name: str, call: StageCall, *, follow: str | None = None, files: Sequence[str] = ()
+) -> StageResult:
     """Run a stage, or find it in the store; a stage that works gets a child run and a progress artifact.
 
     Args:
         follow: file name in the stage's workspace whose metrics go to the child run while the stage works.
+        files: patterns of the result's files that the child run keeps too.
     """
     try:
         return call(Run(recipe, settings().home, only_look=True))
@@ -58,13 +61,21 @@ def observed(recipe: Recipe, name: str, call: StageCall, *, follow: str | None =
     parent = parent_run(recipe.digest(), recipe.name)
     with tracking().stage(parent, name, tags={"prefect.flow_run_id": flow_run_id()}) as child:
         progress = Progress(name)
-        result = call(Run(recipe, settings().home, progress=progress, watch=follower(child, follow)))
+        run = Run(recipe, settings().home, progress=progress, watch=follower(child, follow))
+        result = call(run)
+        for file in found_files(run.store.path(result.ref), files):
+            child.files(file)
         child.params({"stage": name, "key": result.ref.uri.rsplit("/", 1)[-1]})
         child.inputs([DatasetFacts(name=k, digest=d, context=name, uri=d, kind=k) for k, d in result.inputs.items()])
         child.metrics({"seconds": result.seconds, **numbers(result.summary)})
         child.json("summary.json", result.summary)
-    show_summary(name, result)
+    show_summary(name, result, next(iter(found_files(run.store.path(result.ref), ["report.md"])), None))
     return result
+
+
+def found_files(directory: Path, patterns: Sequence[str]) -> list[Path]:
+    """Files of a result by pattern, in order."""
+    return [file for pattern in patterns for file in sorted(directory.glob(pattern))]
 
 
 def follower(child: StageRun, file: str | None) -> Callable[[Path], AbstractContextManager[Any]] | None:
@@ -105,9 +116,12 @@ class Progress:
             update_progress_artifact(artifact_id=self._artifact, progress=percent)
 
 
-def show_summary(name: str, result: StageResult) -> None:
-    """The stage's numbers as a Markdown artifact in Prefect's UI."""
+def show_summary(name: str, result: StageResult, report: Path | None) -> None:
+    """The stage's own report, or else its numbers, as a Markdown artifact in Prefect's UI."""
     if FlowRunContext.get() is None:
+        return
+    if report is not None:
+        create_markdown_artifact(report.read_text(encoding="utf-8"), key=f"stage-{name}")
         return
     lines = [f"## {name}", "", f"took {result.seconds:.1f} s", "", "| | |", "|---|---|"]
     lines += [f"| {key} | {value:g} |" for key, value in numbers(result.summary).items()]

@@ -6,11 +6,13 @@ import getpass
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from speculators_core import stages
 from speculators_core.config import Recipe
+from speculators_core.data.rows import RowSet
 from speculators_core.lifecycle.gate import GateDecision, decide
 from speculators_core.lifecycle.promotion import CHALLENGER, CHAMPION, GATE_TAG
 from speculators_core.lifecycle.promotion import promote as move_champion
@@ -69,11 +71,9 @@ def register(recipe: Recipe, draft: ArtifactRef, evaluation: ArtifactRef) -> Reg
 
 
 @stage_task("promote")
-def promote(
-    recipe: Recipe, registration: Registration, evaluation: ArtifactRef, dataset: ArtifactRef
-) -> PromotionResult:
+def promote(recipe: Recipe, registration: Registration, draft: ArtifactRef, dataset: ArtifactRef) -> PromotionResult:
     """Ask the gate, and move `champion` when it passes."""
-    return promote_version(Run(recipe, settings().home), registration, evaluation, dataset)
+    return promote_version(Run(recipe, settings().home), registration, draft, dataset)
 
 
 def register_draft(run: Run, draft: ArtifactRef, evaluation: ArtifactRef) -> Registration:
@@ -117,9 +117,7 @@ def register_draft(run: Run, draft: ArtifactRef, evaluation: ArtifactRef) -> Reg
     return Registration(model=done.model, version=done.version, seconds=seconds, cached=not done.created)
 
 
-def promote_version(
-    run: Run, registration: Registration, evaluation: ArtifactRef, dataset: ArtifactRef
-) -> PromotionResult:
+def promote_version(run: Run, registration: Registration, draft: ArtifactRef, dataset: ArtifactRef) -> PromotionResult:
     """Judge a registered version against the floor and the incumbent, note the verdict, and move the aliases.
 
     Raises:
@@ -130,12 +128,8 @@ def promote_version(
     who = f"prefect:{flow_run_id()}" if flow_run_id() else getpass.getuser()
     aliases = MlflowAliases(tracking(), actor=who)
     champion = aliases.get_alias(model, CHAMPION)
-    incumbent = None if champion in (None, version) else measure_version(run, aliases, model, str(champion), dataset)
-    decision = decide(
-        read_evaluation(run, evaluation),
-        None if incumbent is None else read_evaluation(run, incumbent.ref),
-        run.recipe.gate,
-    )
+    incumbent = None if champion in (None, version) else fetch_version(run, aliases, model, str(champion))
+    decision = judge(run, (run.store.path(draft), draft.digest), incumbent, dataset)
     note_decision(aliases, model, version, decision)
     changed = False
     if decision.passed:
@@ -166,11 +160,33 @@ def promote_version(
     )
 
 
-def measure_version(run: Run, aliases: MlflowAliases, model: str, version: str, dataset: ArtifactRef) -> StageResult:
-    """A registered version on the same prompts, verifier and runtime as the candidate."""
+Draft = tuple[Path, str]
+"""A draft's directory, and the digest that names its bytes."""
+
+
+def judge(run: Run, candidate: Draft, incumbent: Draft | None, dataset: ArtifactRef) -> GateDecision:
+    """The gate's verdict, both on the same prompts; more are drawn while it is inconclusive and they would help."""
+    held_back = len(RowSet.open(run.store.path(dataset)).prompts())
+    while True:
+        reports = [
+            None if draft is None else read_evaluation(run, stages.evaluate(run, *draft, dataset).ref)
+            for draft in (candidate, incumbent)
+        ]
+        assert reports[0] is not None
+        decision = decide(reports[0], reports[1], run.recipe.gate)
+        used = reports[0].acceptance.prompts
+        wanted = min(decision.next_prompts or 0, held_back)
+        if decision.outcome != "inconclusive" or wanted <= used:
+            return decision
+        log.info("gate=inconclusive prompts=%d drawing up to %d", used, wanted)
+        evaluation = run.recipe.evaluation.model_copy(update={"max_prompts": wanted})
+        run = replace(run, recipe=run.recipe.model_copy(update={"evaluation": evaluation}))
+
+
+def fetch_version(run: Run, aliases: MlflowAliases, model: str, version: str) -> Draft:
+    """A registered version's draft, verified, by its immutable number."""
     digest = aliases.tags(model, version)[DRAFT_TAG]
-    draft = DraftRegistry(tracking()).download(model, version, run.home / "drafts" / digest)
-    return stages.evaluate(run, draft, digest, dataset)
+    return DraftRegistry(tracking()).download(model, version, run.home / "drafts" / digest), digest
 
 
 def note_decision(aliases: MlflowAliases, model: str, version: str, decision: GateDecision) -> None:

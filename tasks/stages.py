@@ -23,7 +23,7 @@ def preflight(recipe: Recipe) -> StageResult:
 @stage_task("prepare", retries=0)
 def prepare(recipe: Recipe) -> StageResult:
     """Conversations become token rows with loss masks."""
-    return observed(recipe, "prepare", stages.prepare)
+    return observed(recipe, "prepare", stages.prepare, files=("report.json",))
 
 
 @stage_task("capture")
@@ -47,4 +47,9 @@ def export(recipe: Recipe, training: ArtifactRef) -> StageResult:
 @stage_task("evaluate")
 def evaluate(recipe: Recipe, draft: ArtifactRef, dataset: ArtifactRef) -> StageResult:
     """Acceptance, losslessness and speed on the real engine."""
-    return observed(recipe, "evaluate", lambda run: stages.evaluate_exported(run, draft, dataset))
+    return observed(
+        recipe,
+        "evaluate",
+        lambda run: stages.evaluate_exported(run, draft, dataset),
+        files=("report.json", "report.md", "*.png", "per_prompt.jsonl"),
+    )
