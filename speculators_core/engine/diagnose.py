@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 _CHATTER = re.compile(r"^(?:\([^)]*pid=\d+\)\s*)?(?:DEBUG|INFO|WARNING)\b")
+_FAREWELL = re.compile(r"^nanobind: | - leaked | - \.\.\. skipped|resource_tracker|refleaks\.html|Route: /")
 _PREFIX = re.compile(r"^\([^)]*pid=\d+\)\s*(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
 _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*")
 _CONSEQUENCE = re.compile(
@@ -173,11 +174,11 @@ class Diagnosis:
 
 def diagnose(log: str, *, tail_lines: int = 12) -> Diagnosis:
     """Find the likely cause in a log; later errors of a log are mostly consequences of its first."""
-    raw = [line.rstrip() for line in log.splitlines()]
+    raw = [line.rstrip() for line in log.splitlines() if line.strip() and not _FAREWELL.search(line)]
     lines = [_PREFIX.sub("", line) for line in raw]
     telling = [_PREFIX.sub("", line) for line in raw if not _CHATTER.match(line)]
     errors = [line for line in lines if _EXCEPTION.match(line) and not _CONSEQUENCE.search(line)]
-    tail = "\n".join(line[:240] for line in [line for line in lines if line.strip()][-tail_lines:])
+    tail = "\n".join(line[:240] for line in lines[-tail_lines:])
     for text in ("\n".join(errors), "\n".join(telling)):
         for cause in CAUSES:
             if match := cause.pattern.search(text):

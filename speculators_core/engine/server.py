@@ -94,7 +94,7 @@ def _start(
             name=_NAME,
             home=home,
             log=log,
-            env=build_environment(spec, runtime, info),
+            env=build_environment(spec, info),
         )
         try:
             engine = Engine(f"http://127.0.0.1:{port}", spec.model, info, log, process)

