@@ -17,6 +17,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import NoReturn
 
 from speculators_core.errors import ConfigError, DraftsmithError
 from speculators_core.processes import SupervisedProcess, supervise
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def serve(found: Settings, prefect_port: int, mlflow_port: int) -> None:
+def serve(found: Settings, prefect_port: int, mlflow_port: int) -> NoReturn:
     """Start both servers, say where they are, and wait until one ends or a signal comes.
 
     Raises:
@@ -72,7 +73,8 @@ def serve(found: Settings, prefect_port: int, mlflow_port: int) -> None:
         say(f"Prefect  {prefect_url.removesuffix('/api')}")
         say(f"MLflow   {mlflow_url}  ({experiments} experiments)")
         say("Ctrl-C stops both")
-        wait(lambda: False, started, "the pages", timeout_s=float("inf"))
+        while True:
+            wait(lambda: False, started, "the pages", timeout_s=float("inf"))
 
 
 def start_prefect(found: Settings, port: int) -> SupervisedProcess:

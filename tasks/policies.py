@@ -20,8 +20,7 @@ from speculators_core.errors import CaptureError, EngineError, EvaluationError, 
 from tasks.adapters.settings import read_settings
 
 if TYPE_CHECKING:
-    from prefect.client.schemas.objects import FlowRun, TaskRun
-    from prefect.states import State
+    from prefect.client.schemas.objects import FlowRun, State, TaskRun
 
 P = ParamSpec("P")
 R = TypeVar("R")

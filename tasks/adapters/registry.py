@@ -14,7 +14,8 @@ import logging
 import shutil
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -97,6 +98,19 @@ class RegisteredDraft(StrictModel):
     created: bool = Field(description="False: it was registered before, and its tags were merged")
 
 
+@contextmanager
+def draft_is_kept(draft: Path, retry_hint: str) -> Iterator[None]:
+    """Adds to a RegistryError where the draft lies and how to register it alone, later.
+
+    For everything between a finished draft and its version, opening MLflow included.
+    """
+    try:
+        yield
+    except RegistryError as error:
+        kept = f"the draft is kept in {draft}; register it alone, later, with `{retry_hint}`"
+        raise RegistryError(error.what, mend=f"{error.mend}; {kept}" if error.mend else kept) from error
+
+
 class DraftRegistry:
     """Registers and fetches drafts; every method raises RegistryError when MLflow refuses or is away."""
 
@@ -125,10 +139,13 @@ class DraftRegistry:
         """
         expected = self._read_manifest(manifest, facts.draft_digest)
         verify_files(draft, expected, where=str(draft))
-        mend = f"the draft is kept in {draft}; when MLflow is back, register it alone with `{retry_hint}`"
         tags = facts.tags() | {"manifest.sha256": sha256_file(manifest)}
         locks = self._tracking.settings.locks
-        with mlflow_errors("register the draft", self._uri, mend=mend), file_lock(locks, f"registry-{deployment}"):
+        with (
+            draft_is_kept(draft, retry_hint),
+            mlflow_errors("register the draft", self._uri),
+            file_lock(locks, f"registry-{deployment}"),
+        ):
             self._ensure_model(deployment)
             found = self._find_version(deployment, facts)
             if found is not None:

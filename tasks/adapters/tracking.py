@@ -326,6 +326,6 @@ def _owner_lives(owner: str) -> bool:
     if host != socket.gethostname():
         return True
     try:
-        return abs(psutil.Process(int(pid)).create_time() - float(created)) < 1
+        return bool(abs(psutil.Process(int(pid)).create_time() - float(created)) < 1)
     except psutil.NoSuchProcess:
         return False
