@@ -93,12 +93,16 @@ class Progress:
         self._artifact: Any = None
         self._started = time.monotonic()
         self._shown = self._logged = 0.0
+        self._ended = False
 
     def __call__(self, done: int, total: int) -> None:
         """Note progress; cheap when called often."""
         now = time.monotonic()
         share = done / total if total else 1.0
-        last = done >= total
+        last = done >= total and not self._ended
+        self._ended = done >= total
+        if self._ended and not last:
+            return
         if now - self._logged >= LOG_EVERY_S or last:
             self._logged = now
             left = (now - self._started) * (1 - share) / share if share else float("nan")

@@ -33,7 +33,7 @@ from speculators_core.summary import (
 )
 from speculators_core.types import ArtifactRef, StrictModel
 from tasks.adapters.aliases import MlflowAliases
-from tasks.adapters.registry import DRAFT_TAG, DraftRegistry, VersionFacts
+from tasks.adapters.registry import DRAFT_TAG, DraftRegistry, VersionFacts, draft_is_kept
 from tasks.adapters.settings import settings
 from tasks.observe import flow_run_id, parent_run, tracking
 from tasks.policies import stage_task
@@ -83,11 +83,26 @@ def register_draft(run: Run, draft: ArtifactRef, evaluation: ArtifactRef) -> Reg
         RegistryError: MLflow is away or refuses; the draft is kept, and `draftsmith register` tries again.
     """
     started = time.monotonic()
-    recipe, report = run.recipe, read_evaluation(run, evaluation)
-    path = run.store.path(draft)
-    parent = parent_run(recipe.digest(), recipe.name)
-    interval = report.acceptance.interval
-    facts = VersionFacts(
+    recipe, path = run.recipe, run.store.path(draft)
+    retry = f"draftsmith register <the recipe {recipe.name}>"
+    with draft_is_kept(path, retry):
+        parent = parent_run(recipe.digest(), recipe.name)
+        done = DraftRegistry(tracking()).register(
+            recipe.deployment,
+            path,
+            path.parent / MANIFEST_NAME,
+            version_facts(run, draft, evaluation, parent),
+            run_id=parent,
+            retry_hint=retry,
+        )
+    seconds = time.monotonic() - started
+    return Registration(model=done.model, version=done.version, seconds=seconds, cached=not done.created)
+
+
+def version_facts(run: Run, draft: ArtifactRef, evaluation: ArtifactRef, parent: str) -> VersionFacts:
+    """What the version's tags will say."""
+    recipe, acceptance = run.recipe, read_evaluation(run, evaluation).acceptance
+    return VersionFacts(
         draft_digest=draft.digest,
         verifier_name=verifier_name(run),
         verifier_revision=recipe.verifier.revision,
@@ -98,23 +113,13 @@ def register_draft(run: Run, draft: ArtifactRef, evaluation: ArtifactRef) -> Reg
         vllm_version=run.runtime.vllm,
         runtime_key=run.runtime.key,
         algorithm=str(recipe.algorithm["kind"]),
-        k=report.acceptance.k,
-        al=report.acceptance.al,
-        al_low=interval[0] if interval else None,
+        k=acceptance.k,
+        al=acceptance.al,
+        al_low=acceptance.interval.low if acceptance.interval else None,
         prefect_flow_run_id=flow_run_id(),
         mlflow_run_id=parent,
         extra={"recipe.digest": recipe.digest(), "evaluation.digest": evaluation.digest},
     )
-    done = DraftRegistry(tracking()).register(
-        recipe.deployment,
-        path,
-        path.parent / MANIFEST_NAME,
-        facts,
-        run_id=parent,
-        retry_hint=f"draftsmith register <the recipe {recipe.name}>",
-    )
-    seconds = time.monotonic() - started
-    return Registration(model=done.model, version=done.version, seconds=seconds, cached=not done.created)
 
 
 def promote_version(run: Run, registration: Registration, draft: ArtifactRef, dataset: ArtifactRef) -> PromotionResult:
@@ -235,7 +240,7 @@ def summarise(
         acceptance=AcceptanceSummary(
             k=a.k,
             al=a.al,
-            interval=(a.interval[0], a.interval[1]),
+            interval=(a.interval.low, a.interval.high),
             per_position=a.per_position,
             drafts=a.drafts,
             accepted=a.accepted,
