@@ -39,10 +39,11 @@ def check_inputs(recipe: Recipe, facts: VerifierFacts, verifier: Path, layer_ids
             mend=f"set draft_vocabulary to at most {facts.vocab_size}, or to null for all of it",
         )
     check_layers(layer_ids, facts.num_hidden_layers)
-    if recipe.data.max_length > facts.max_position_embeddings:
+    context = facts.max_position_embeddings
+    if recipe.data.max_length > context:
         raise ConfigError(
-            f"data.max_length is {recipe.data.max_length}, but the verifier's context is {facts.max_position_embeddings}",
-            mend=f"set data.max_length to at most {facts.max_position_embeddings}",
+            f"data.max_length is {recipe.data.max_length}, but the verifier's context is {context}",
+            mend=f"set data.max_length to at most {context}",
         )
     check_sources(recipe.data.sources)
     ChatTemplate.load(verifier, recipe.data.template_kwargs)
