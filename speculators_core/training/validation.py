@@ -109,9 +109,9 @@ def _report(metrics: Mapping[str, Counted], walked: Mapping[str, Counted], k: in
 
 
 def eal_over_positions(means: Mapping[str, float]) -> float | None:
-    """What all positions promise: the objective's own `eal_mean_positions`, else 1 + Σ `full_acc_k`, else None."""
-    if "eal_mean_positions" in means:
-        return means["eal_mean_positions"]
+    """What all positions promise: the objective's own `eal`, else 1 + Σ `full_acc_k`; None when it counts neither."""
+    if "eal" in means:
+        return means["eal"]
     steps = [value for name, value in means.items() if name.startswith("full_acc_")]
     return 1.0 + sum(steps) if steps else None
 

@@ -15,6 +15,8 @@ from speculators_core.metrics.acceptance import unrolled_metrics
 from speculators_core.types import Aligned, Batch, Counted, Sample, StepResult
 
 COMPAT_EPSILON = 1e-5
+ROUNDING, TARGET_ROUNDING = 64, 32
+"""Multiples that the numbers of drafting rows and of targets are rounded up to."""
 
 
 class Eagle3Objective:
@@ -60,7 +62,7 @@ class Eagle3Objective:
         assert teacher is not None, "the model was built without its verifier"
         config, steps = self.config, self.config.ttt_steps
         counted_ST = self._counted(batch)
-        rows_R = counted_ST.any(dim=0).nonzero().squeeze(1)
+        rows_R = _rounded_up(counted_ST.any(dim=0), batch.document_ids)
         denominators_S = denominators.to(counted_ST.device, torch.float64)
         if config.compat:
             denominators_S = denominators_S + COMPAT_EPSILON
@@ -69,7 +71,9 @@ class Eagle3Objective:
         )
         decay_S = config.ttt_step_loss_decay ** torch.arange(steps, dtype=torch.float64, device=rows_R.device)
         weight_S = (decay_S / denominators_S.clamp_min(1e-9)).float()
-        targets_U, rows_SU = _pair_targets(rows_R, steps, batch.input_ids.numel())
+        # speculators 0.9 asks whether a chain was right at every step so far, counted or not
+        asked_SR = counted_ST.any(dim=0).expand_as(counted_ST)[:, rows_R] if config.compat else counted_ST[:, rows_R]
+        targets_U, rows_SU = _pair_targets(rows_R, asked_SR, batch.input_ids.numel())
         weights_SU = torch.where(rows_SU >= 0, _at(counted_ST, rows_R, rows_SU) * weight_S[:, None], 0.0)
         if rows_R.numel() == 0:
             # every trained parameter stays in the graph, or the reduction over ranks would wait for it
@@ -115,15 +119,20 @@ class Eagle3Objective:
             L at each drafting point, in order.
         """
         draft = _unwrap(model)
-        length = aligned.input_ids.numel()
-        mask = aligned.loss_mask.bool()
-        rows_R = (mask[:-1] & mask[1:]).nonzero().squeeze(1)
+        fill = -aligned.input_ids.numel() % ROUNDING  # see `_rounded_up`: replies differ in length
+        tokens = functional.pad(aligned.input_ids, (0, fill))
+        mask = functional.pad(aligned.loss_mask.bool(), (0, fill))
+        documents = functional.pad(torch.zeros_like(aligned.input_ids), (0, fill), value=-1)
+        drafts_T = mask & mask.roll(-1)  # the last row of a reply is no drafting point
+        drafts_T[-1] = False
+        rows_R = _rounded_up(drafts_T, documents)
         if rows_R.numel() == 0:
             return []
-        documents = torch.zeros(length, dtype=torch.int64, device=rows_R.device)
-        hidden_SRH = draft(aligned.input_ids, aligned.position_ids, aligned.aux_TAH, Drafting(rows_R, documents), k)
+        positions = functional.pad(aligned.position_ids, (0, fill))
+        features = functional.pad(aligned.aux_TAH, (0, 0, 0, fill))
+        hidden_SRH = draft(tokens, positions, features, Drafting(rows_R, documents), k)
         head_DH = draft.lm_head.weight.to(hidden_SRH[0].dtype)
-        reply_TP = functional.pad(torch.where(mask, aligned.input_ids, -1), (0, k + 1), value=-1)
+        reply_TP = functional.pad(torch.where(mask, tokens, -1), (0, k + 1), value=-1)
         alive_R = torch.ones_like(rows_R, dtype=torch.bool)
         accepted_R = torch.zeros_like(rows_R)
         for step, hidden_RH in enumerate(hidden_SRH):
@@ -137,7 +146,8 @@ class Eagle3Objective:
                 alive_R = alive_R & (reply_TP[rows_R + step] >= 0)
             alive_R = alive_R & (proposed_R == wanted_R)
             accepted_R += alive_R
-        return _walk(rows_R.tolist(), accepted_R.tolist())
+        points_R = drafts_T[rows_R]
+        return _walk(rows_R[points_R].tolist(), accepted_R[points_R].tolist())
 
     def _counted(self, batch: Batch) -> Tensor:
         """bool [S, T]: which rows count at which step."""
@@ -185,19 +195,35 @@ def _walk(rows: list[int], accepted: list[int]) -> list[int]:
     return lengths
 
 
-def _pair_targets(rows_R: Tensor, steps: int, length: int) -> tuple[Tensor, Tensor]:
-    """Targets [U] that any step of any row meets, and for each step the row that meets it ([S, U], −1 for none)."""
-    row_of_T = torch.full((length + steps,), -1, dtype=torch.int64, device=rows_R.device)
-    row_of_T[rows_R] = torch.arange(rows_R.numel(), device=rows_R.device)
-    wanted_T = torch.zeros(length + steps, dtype=torch.bool, device=rows_R.device)
+def _rounded_up(wanted_T: Tensor, document_ids_T: Tensor) -> Tensor:
+    """Rows [R] that are wanted, ascending, with others that do not count to make R a multiple of ROUNDING.
+
+    Matrix libraries compile a kernel for each new shape and keep it: with a different R in every batch that takes as
+    long as the products themselves, and the memory of a thousand kernels. Real tokens fill up before padding does.
+    """
+    rows_R = wanted_T.nonzero().squeeze(1)
+    if rows_R.numel() == 0:
+        return rows_R
+    others = (~wanted_T).nonzero().squeeze(1)
+    others = others[torch.argsort(document_ids_T[others] < 0, stable=True)]
+    return torch.cat([rows_R, others[: -rows_R.numel() % ROUNDING]]).sort().values
+
+
+def _pair_targets(rows_R: Tensor, asked_SR: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Targets [U] that a row is asked for at some step, and for each step the row asked ([S, U], −1 for none).
+
+    U is rounded up, for the same reason as R, with targets that nobody is asked for.
+    """
+    steps, device = asked_SR.shape[0], rows_R.device
+    row_of_ST = torch.full((steps, length + steps), -1, dtype=torch.int64, device=device)
+    numbers_R = torch.arange(rows_R.numel(), device=device)
     for step in range(steps):
-        wanted_T[rows_R + step] = True
-    targets_U = wanted_T[:length].nonzero().squeeze(1)
-    rows_SU = []
-    for step in range(steps):
-        source_U = targets_U - step
-        rows_SU.append(torch.where(source_U >= 0, row_of_T[source_U.clamp_min(0)], -1))
-    return targets_U, torch.stack(rows_SU)
+        row_of_ST[step, rows_R + step] = torch.where(asked_SR[step], numbers_R, -1)
+    row_of_ST = row_of_ST[:, :length]
+    targets_U = (row_of_ST >= 0).any(dim=0).nonzero().squeeze(1)
+    missing = -targets_U.numel() % TARGET_ROUNDING
+    rows_SU = functional.pad(row_of_ST[:, targets_U], (0, missing), value=-1)
+    return functional.pad(targets_U, (0, missing)), rows_SU
 
 
 def _at(counted_ST: Tensor, rows_R: Tensor, rows_SU: Tensor) -> Tensor:
