@@ -156,7 +156,7 @@ def _lossless(alone: Baseline, measured: Measurement, config: EvaluationConfig) 
         measured.divergences,
         alone.divergences,
         prompts=measured.count,
-        baseline_prompts=alone.count,
+        baseline_prompts=alone.repeated,
         tie_gap=config.tie_gap,
     )
 

@@ -17,7 +17,12 @@ class EvaluationConfig(StrictModel):
     k: int | None = Field(default=3, ge=1, description="Drafted tokens a step; null: what the draft's config names.")
     max_prompts: int = Field(default=128, ge=1, description="Prompts to draw, in the order of the prepared set.")
     max_new_tokens: int = Field(default=128, ge=1, description="Longest reply in tokens.")
-    concurrency: int = Field(default=32, ge=1, description="Requests in flight, the same with and without a draft.")
+    repeat_prompts: int = Field(
+        default=32,
+        ge=1,
+        description="Prompts that the verifier alone answers a second time: how far it repeats itself.",
+    )
+    concurrency: int = Field(default=64, ge=1, description="Requests in flight, the same with and without a draft.")
     warmup_prompts: int = Field(default=2, ge=0, description="Short requests before anything is counted or timed.")
     dtype: str = Field(default="bfloat16", description="The engine's dtype.")
     kv_cache_gib: float = Field(default=2.0, gt=0, description="Size of each engine's KV cache in GiB.")
@@ -40,4 +45,5 @@ class EvaluationConfig(StrictModel):
     def run_inputs(self, *, speculation: bool) -> dict[str, Json]:
         """The fields that a run's cache key needs; those of a run without speculation leave `k` out."""
         names = {"max_prompts", "max_new_tokens", "concurrency", "warmup_prompts", "dtype", "enforce_eager", "seed"}
-        return self.model_dump(mode="json", include=names | ({"k", "loop_ngram"} if speculation else set()))
+        names |= {"k", "loop_ngram"} if speculation else {"repeat_prompts"}
+        return self.model_dump(mode="json", include=names)

@@ -54,7 +54,7 @@ def measure_baseline(
     trust_remote_code: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Baseline:
-    """Serve the verifier alone, twice over the prompts in different order, and write what was found to `output`.
+    """Serve the verifier alone: all prompts once, some again in another order; write what was found to `output`.
 
     Raises:
         EngineError: the engine did not start, or died.
@@ -62,9 +62,8 @@ def measure_baseline(
     """
     chosen = choose(prompts, verifier_dir, config)
     requests = generation_requests(chosen, config)
-    shuffled = list(requests)
-    random.Random(config.seed).shuffle(shuffled)
-    report = _Progress(progress, 2 * len(requests))
+    repeated = random.Random(config.seed).sample(requests, min(config.repeat_prompts, len(requests)))
+    report = _Progress(progress, len(requests) + len(repeated))
     started = time.monotonic()
     spec = server_spec(str(verifier_dir.resolve()), chosen, config, trust_remote_code=trust_remote_code)
     with (
@@ -74,9 +73,9 @@ def measure_baseline(
         engine_seconds = time.monotonic() - started
         warm_up(client, requests, config)
         first = run_prompts(client, requests, config, report)
-        second = run_prompts(client, shuffled, config, report)
+        second = run_prompts(client, repeated, config, report)
         divergences = find_divergences(
-            client, _token_ids(chosen), first.by_id(), second.by_id(), concurrency=config.concurrency
+            client, _token_ids(chosen), second.by_id(), first.by_id(), concurrency=config.concurrency
         )
     baseline = Baseline(
         verifier_fingerprint=verifier_fingerprint,
@@ -89,6 +88,7 @@ def measure_baseline(
         tokens=first.tokens,
         seconds=first.seconds,
         engine_seconds=engine_seconds,
+        repeated=len(repeated),
         divergences=divergences,
     )
     output.mkdir(parents=True, exist_ok=True)

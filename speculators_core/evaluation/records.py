@@ -37,7 +37,10 @@ class EvaluationPrompt(Protocol):
 
 
 class Baseline(StrictModel):
-    """Two runs of the verifier alone; the first one, in the prompts' own order, is timed."""
+    """The verifier alone on all prompts, timed, and on `repeated` of them once more, in another order.
+
+    divergences: of the second run from the first.
+    """
 
     verifier_fingerprint: str
     runtime_key: str
@@ -49,6 +52,7 @@ class Baseline(StrictModel):
     tokens: int
     seconds: float
     engine_seconds: float
+    repeated: int
     divergences: tuple[Divergence, ...]
 
     @property

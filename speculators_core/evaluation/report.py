@@ -81,8 +81,8 @@ class Divergence(StrictModel):
 class Lossless(StrictModel):
     """Replies with and without speculation at temperature 0, against two runs without it.
 
-    holds: the identical share is not shown to be lower than `baseline_identical` (one-sided Fisher exact test,
-    p below 0.05 would show it) and every divergence is a tie within `tie_gap`.
+    holds: every divergence is a tie within `tie_gap`, and the identical share is not shown to be lower than that of
+    the two baseline runs (`shortfall_p`: one-sided Fisher exact test; below 0.001 would show it).
     """
 
     prompts: int

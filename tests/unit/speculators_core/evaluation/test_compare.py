@@ -75,6 +75,7 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
         tokens=120 * 128,
         seconds=32.0,
         engine_seconds=30.0,
+        repeated=32,
         divergences=(divergence,),
     )
     (tmp_path / "baseline").mkdir()
@@ -97,6 +98,7 @@ def test_report_json_has_the_fields_that_scripts_read(runs, tmp_path):
     assert acceptance["by_k"][-1] == pytest.approx(acceptance["al"])
     assert content["lossless"]["prompts"] == 120
     assert content["lossless"]["identical"] == 119
+    assert (content["lossless"]["baseline_prompts"], content["lossless"]["baseline_identical"]) == (32, 31)
     assert content["speed"]["with"] == 240.0
     assert content["speed"]["without"] == 480.0
     assert content["speed"]["concurrency"] == 32
@@ -205,3 +207,4 @@ def test_a_baselines_key_survives_settings_that_do_not_change_its_run():
     )
     assert base.run_inputs(speculation=True) != EvaluationConfig(k=5).run_inputs(speculation=True)
     assert base.run_inputs(speculation=False) != EvaluationConfig(concurrency=8).run_inputs(speculation=False)
+    assert base.run_inputs(speculation=True) == EvaluationConfig(repeat_prompts=8).run_inputs(speculation=True)

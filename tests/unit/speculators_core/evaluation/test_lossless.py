@@ -37,10 +37,16 @@ def test_as_many_ties_as_the_verifier_has_with_itself_are_lossless():
     assert (found.identical, found.baseline_identical) == (124, 125)
 
 
+def test_rounding_that_parts_most_replies_is_no_loss_where_every_divergence_is_a_tie():
+    """Counts as they were seen in bfloat16 on a CPU: the verifier repeats itself on a quarter of its replies."""
+    assert judge(parted(105), parted(97), prompts=128, baseline_prompts=128, tie_gap=0.5).holds
+    assert not judge([*parted(104), *parted(1, 4.0)], parted(97), prompts=128, baseline_prompts=128, tie_gap=0.5).holds
+
+
 def test_far_more_divergences_than_the_verifier_has_with_itself_are_not_lossless():
     found = judge(parted(30), parted(3), prompts=128, baseline_prompts=128, tie_gap=0.5)
     assert not found.holds
-    assert found.shortfall_p < 0.05
+    assert found.shortfall_p < 0.001
 
 
 @pytest.mark.parametrize("gap", [2.0, None])
