@@ -20,7 +20,16 @@ from speculators_core.processes import kill_all
 pytestmark = pytest.mark.engine
 
 CONVERSATIONS = Path(__file__).resolve().parents[2] / "deployments" / "data" / "conversations.jsonl"
-CONFIG = EvaluationConfig(max_prompts=16, max_new_tokens=48, concurrency=16, resamples=500, kv_cache_gib=0.5)
+# float32: replies then part so rarely that they can be counted against each other
+CONFIG = EvaluationConfig(
+    max_prompts=16,
+    max_new_tokens=32,
+    repeat_prompts=8,
+    concurrency=16,
+    resamples=500,
+    kv_cache_gib=0.5,
+    dtype="float32",
+)
 COMMA = 28
 FINGERPRINT = "f" * 64
 
