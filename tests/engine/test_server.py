@@ -114,21 +114,26 @@ def test_counters_agree_with_the_requests_own_metrics(engine: EngineFactory, ver
             model=str(verifier_dir),
             max_model_len=1024,
             per_request_metrics=True,
-            speculative={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
+            speculative={
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_min": 1,
+                "prompt_lookup_max": 3,
+            },
         )
     )
     requests = [
         GenerationRequest(
-            id=str(i), prompt_token_ids=tuple([10 + i, 300, 400, 500] * 20), max_tokens=40, ignore_eos=True
+            id=str(i), prompt_token_ids=tuple([10 + i, 300, 400, 500] * 20), max_tokens=24, ignore_eos=True
         )
-        for i in range(6)
+        for i in range(3)
     ]
     with speculating.client() as client:
         before = client.counters()
         results = list(client.generate(requests, concurrency=1))
         counted = client.counters() - before
     with plain.client() as client:
-        without = list(client.generate(requests, concurrency=1))
+        [without] = client.generate(requests[:1], concurrency=1)
     assert counted.drafts > 0
     assert counted.accepted == sum(counted.accepted_per_position)
     assert len(counted.accepted_per_position) == 3
@@ -136,8 +141,7 @@ def test_counters_agree_with_the_requests_own_metrics(engine: EngineFactory, ver
     assert all(isinstance(metric, dict) for metric in metrics)
     accepted = sum(sum(j * n for j, n in enumerate(metric["acceptance_histogram"])) for metric in metrics)
     assert accepted == counted.accepted
-    assert without[0].spec_metrics is None
-    assert [result.token_ids for result in results] == [result.token_ids for result in without]
+    assert without.spec_metrics is None
 
 
 def test_a_killed_engine_core_is_noticed_in_mid_run(runtime: Runtime, verifier_dir: Path, tmp_path: Path) -> None:
