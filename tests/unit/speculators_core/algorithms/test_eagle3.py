@@ -242,7 +242,15 @@ def test_the_seed_alone_decides_the_weights(verifier: Path) -> None:
     one, two, other = (build(config, verifier, None, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(one.fc.weight, two.fc.weight) and not torch.equal(one.fc.weight, other.fc.weight)
     assert float(one.fc.weight.detach().std()) == pytest.approx(0.2, rel=0.1)  # the verifier's initializer_range
-    assert torch.equal(one.norm.weight, torch.ones(32))
+
+
+def test_fresh_logits_are_neither_flat_nor_certain(verifier: Path) -> None:
+    fresh, peers = (build(Eagle3Config(compat=compat), verifier, None, seed=1) for compat in (False, True))
+    assert torch.equal(peers.norm.weight, torch.ones(32))
+    states = torch.randn(64, 32)
+    for model, low, high in ((fresh, 0.8, 1.2), (peers, 4.0, 8.0)):
+        logits = model.norm(states) @ model.lm_head.weight.float().T
+        assert low < float(logits.detach().std()) < high
 
 
 @pytest.mark.parametrize(
