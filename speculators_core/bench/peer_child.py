@@ -22,7 +22,7 @@ class _Done(BaseException):
 
 
 def main(job_file: str) -> None:
-    """Train as the job says, and write {times, rise, level} to its result file."""
+    """Train as the job says, and write {times, processor, rise, level} to its result file."""
     job = json.loads(Path(job_file).read_text())
     torch = import_module("torch")
     cli = import_module("speculators.train.cli")
@@ -30,6 +30,7 @@ def main(job_file: str) -> None:
     _point_at_cpu(torch, trainer_module)
     _use_batches(job["batches"])
     times: list[float] = []
+    processor: list[float] = []
     trainers: list[Any] = []
     trainer_class = trainer_module.Trainer
     make, after_step = trainer_class.__init__, trainer_class._schedulers_step
@@ -41,6 +42,7 @@ def main(job_file: str) -> None:
     def note_time(self: Any) -> None:
         after_step(self)
         times.append(time.perf_counter())
+        processor.append(time.process_time())
         if len(times) == job["steps"]:
             raise _Done
 
@@ -52,7 +54,9 @@ def main(job_file: str) -> None:
         cli.main(config.resolve())
     memory.stop()
     trainers[0].model.save_pretrained(job["weights"])
-    Path(job["result"]).write_text(json.dumps({"times": times, "rise": memory.rise, "level": memory.level}))
+    Path(job["result"]).write_text(
+        json.dumps({"times": times, "processor": processor, "rise": memory.rise, "level": memory.level})
+    )
 
 
 def _point_at_cpu(torch: Any, trainer_module: Any) -> None:

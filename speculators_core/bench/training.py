@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +39,10 @@ log = logging.getLogger(__name__)
 ALGORITHM: dict[str, Any] = {"kind": "eagle3", "ttt_steps": 3, "layers": 1, "style": "llama", "loss": "kl_div"}
 PEER_FLAGS = (
     "--speculator-type eagle3 --num-layers 1 --draft-arch llama --ttt-steps 3 --ttt-step-loss-decay 1.0 "
-    "--loss-fn kl_div "
-    "--norm-before-residual --norm-before-fc --norm-output --sliding-window 2048 --draft-attn-impl sdpa "
-    "--loss-implementation eager --hidden-states-dtype bfloat16 --optimizer adamw --weight-decay 0.01 "
-    "--scheduler-type none --num-workers 1 --on-missing raise --log-freq 1000000 --epochs 1 --checkpoint-freq 1"
+    "--loss-fn kl_div --norm-before-residual --norm-before-fc --norm-output --sliding-window 2048 "
+    "--draft-attn-impl sdpa --loss-implementation eager --hidden-states-dtype bfloat16 --mask-token-id 0 "
+    "--optimizer adamw --weight-decay 0.01 --scheduler-type none --epochs 1 --checkpoint-freq 1 "
+    "--num-workers 1 --on-missing raise --log-freq 1000000"
 )
 
 
@@ -155,6 +156,8 @@ def bench_training(
 
 
 def _request(settings: BenchSettings, output: Path) -> TrainRequest:
+    from speculators_core.states.sets import StateSet
+
     training = TrainingConfig(
         epochs=1000,
         max_steps=settings.steps,
@@ -167,7 +170,7 @@ def _request(settings: BenchSettings, output: Path) -> TrainRequest:
     return TrainRequest(
         states=settings.states,
         verifier=settings.verifier,
-        algorithm=ALGORITHM,
+        algorithm={**ALGORITHM, "aux_layers": StateSet.open(Path(settings.states)).layer_ids[:-1]},
         training=training,
         draft_vocabulary_size=settings.draft_vocabulary,
         output=str(output),
@@ -318,9 +321,11 @@ class _NoteTimes(Callback):
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.processor: list[float] = []
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         self.times.append(time.perf_counter())
+        self.processor.append(time.process_time())
 
 
 def _train_ours(job: dict[str, Any]) -> None:
@@ -336,6 +341,8 @@ def _train_ours(job: dict[str, Any]) -> None:
     settings = BenchSettings.model_validate(job["settings"])
     output = Path(job["output"])
     torch.set_num_threads(settings.threads)
+    for name in ("algorithms.eagle3.build", "algorithms.eagle3.objective", "states.sets"):  # loaded lazily otherwise
+        import_module(f"speculators_core.{name}")
     memory = PeakAnonymousMemory()
     request = _request(settings, output)
     model, _ = _model(request)
@@ -348,7 +355,7 @@ def _train_ours(job: dict[str, Any]) -> None:
     weights.parent.mkdir(exist_ok=True)
     tensors: dict[str, Tensor] = {name: value.contiguous() for name, value in trained_tensors(model).items()}
     safetensors.torch.save_file(tensors, weights)
-    result = {"times": times.times, "rise": memory.rise, "level": memory.level}
+    result = {"times": times.times, "processor": times.processor, "rise": memory.rise, "level": memory.level}
     (output.parent / "ours-result.json").write_text(json.dumps(result))
 
 

@@ -271,3 +271,21 @@ def test_failures_reach_the_parent_as_themselves(ask: Callable[..., TrainRequest
     assert start(request, log).wait(timeout=60) == 1
     with pytest.raises(TrainingError, match="not finite at step"):
         read_outcome(Path(request.output))
+
+
+@pytest.mark.trial
+def test_the_peer_trains_on_the_same_rows(states: Path, verifier: Path, tmp_path: Path) -> None:
+    """`bench train --against-peer` end to end at a tiny size: both run, learn alike, and are measured."""
+    from speculators_core.bench.training import BenchSettings, bench_training
+
+    peer = ROOT / ".venv-peer" / "bin" / "python"
+    if not peer.exists():
+        pytest.skip("no environment of the peer: python -m venv .venv-peer, then install speculators==0.9.0")
+    settings = BenchSettings(
+        states=str(states), verifier=str(verifier), draft_vocabulary=64, row_tokens=128, steps=30, warmup_steps=5,
+        runs=1, threads=1, learning_rate=0.003,
+    )  # fmt: skip
+    report = bench_training(states, verifier, peer, tmp_path / "bench", settings=settings)
+    assert report.ours.loss < 1.5 * report.peer.loss  # a few rows: the real sizes are for `bench train`
+    assert report.ours.tokens_per_s > 0 and report.peer.peak_memory_mib > 0
+    assert report.table().count("\n") == 3
