@@ -9,12 +9,14 @@ request's output directory, so that whoever started it can follow and, after a k
     checkpoints/                   where a rerun goes on from; removed when the run has finished
     best/                          the best weights
     draft_vocabulary.safetensors   d2t and t2d, when the draft's vocabulary is reduced
+    run.json                       what the directory is claimed for: states and draft
     result.json                    the end: numbers of the run
     outcome.json                   finished, interrupted or failed, with the error's text
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -40,7 +42,8 @@ log = logging.getLogger(__name__)
 
 EXIT_INTERRUPTED = 75
 """Exit status after a signal: progress is saved, the same command goes on. (EX_TEMPFAIL of sysexits.)"""
-RESULT, OUTCOME, VOCABULARY, BEST = "result.json", "outcome.json", "draft_vocabulary.safetensors", "best"
+RESULT, OUTCOME, IDENTITY = "result.json", "outcome.json", "run.json"
+VOCABULARY, BEST = "draft_vocabulary.safetensors", "best"
 
 
 class TrainRequest(StrictModel):
@@ -97,6 +100,7 @@ def train(request: TrainRequest) -> TrainReport:
     from speculators_core.training.distributed import join
 
     output = Path(request.output)
+    require_same_run(request)
     finished = output / RESULT
     if finished.is_file():
         log.info("training is finished already: %s", finished)
@@ -111,6 +115,39 @@ def train(request: TrainRequest) -> TrainReport:
             _finish(output, config, report)
         world.barrier()
     return report
+
+
+def require_same_run(request: TrainRequest) -> None:
+    """Claim the output directory for this request, or check that it is claimed for it.
+
+    Training settings are left to the checkpoint, which knows which of them may change on the way.
+
+    Raises:
+        TrainingError: it holds the run of other states, or of another draft.
+        CaptureError: there is no finished hidden-state set.
+    """
+    from speculators_core.states.sets import INDEX_NAME, SetIndex, StateSet
+
+    _, settings = algorithm_of(request.algorithm)
+    facts = StateSet.open(Path(request.states)).facts
+    index = SetIndex.model_validate_json((Path(request.states) / INDEX_NAME).read_bytes())
+    identity = {
+        "states": {**facts.model_dump(mode="json"), "rows": index.rows_digest},
+        "algorithm": settings.model_dump(mode="json"),
+        "draft_vocabulary_size": request.draft_vocabulary_size,
+        "warm_start": request.warm_start is not None,
+    }
+    path = Path(request.output) / IDENTITY
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, json.dumps(identity, indent=1))
+        return
+    claimed = json.loads(path.read_text())
+    other = sorted(name for name, value in identity.items() if claimed.get(name) != value)
+    if other:
+        raise TrainingError(
+            f"{request.output} holds a run with other {', '.join(other)}", mend="train into a fresh output directory"
+        )
 
 
 def _assemble(request: TrainRequest, world: World) -> tuple[Trainer, int, float]:

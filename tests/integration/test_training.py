@@ -265,6 +265,13 @@ def test_a_finished_run_is_not_trained_again(ask: Callable[..., TrainRequest]) -
     assert (Path(request.output) / "metrics.jsonl").read_text() == before
 
 
+def test_an_output_directory_belongs_to_one_run(ask: Callable[..., TrainRequest]) -> None:
+    """Neither a result nor a checkpoint of another draft is taken for this one's."""
+    train(ask(training={"epochs": 1}))
+    with pytest.raises(TrainingError, match="holds a run with other algorithm, draft_vocabulary_size"):
+        train(ask(draft_vocabulary_size=48, algorithm={**ALGORITHM, "aux_layers": (2, 3, 4), "ttt_steps": 2}))
+
+
 def test_failures_reach_the_parent_as_themselves(ask: Callable[..., TrainRequest], tmp_path: Path) -> None:
     request = ask(training={"optimizer": {"learning_rate": 1e30}, "clip_norm": None})
     log = tmp_path / "log"
