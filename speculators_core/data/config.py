@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from speculators_core.types import StrictModel
 
@@ -51,6 +51,15 @@ class RegenerationConfig(StrictModel):
     template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments for the verifier's chat template, as served."
     )
+
+    @model_validator(mode="after")
+    def _capture_is_greedy(self) -> RegenerationConfig:
+        # vLLM captures through its drafting path, whose sampler repeats tokens on the CPU when it samples
+        if self.capture and self.temperature > 0:
+            raise ValueError(
+                "sampled replies cannot be captured in the same request: capture the written replies after"
+            )
+        return self
 
 
 class SynthesisConfig(StrictModel):

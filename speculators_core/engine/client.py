@@ -222,7 +222,8 @@ class EngineClient:
     def _chat_body(self, messages: Json, tools: Json, template_kwargs: Mapping[str, Json] | None) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model_name(), "messages": messages}
         if tools:
-            body["tools"] = tools
+            # the template still sees the tools; "auto" needs a parser that the server was not started with
+            body |= {"tools": tools, "tool_choice": "none"}
         if template_kwargs:
             body["chat_template_kwargs"] = dict(template_kwargs)
         return body

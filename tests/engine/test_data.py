@@ -53,6 +53,13 @@ def client(engine: EngineFactory, verifier_dir: Path, records: Path) -> Iterator
         yield opened
 
 
+@pytest.fixture
+def plain_client(engine: EngineFactory, verifier_dir: Path) -> Iterator[EngineClient]:
+    """The verifier alone: where replies are sampled, nothing may draft."""
+    with engine(ServerSpec(model=str(verifier_dir), max_model_len=1024, max_num_seqs=32)).client() as opened:
+        yield opened
+
+
 def load(*names: str | Path) -> list[Conversation]:
     return list(read_conversations([str(name) for name in names], Counter()))
 
@@ -144,14 +151,14 @@ def test_regeneration_resumes_captures_and_feeds_preparation(
 
 
 def test_greedy_replies_repeat_and_sampled_ones_follow_the_seed(
-    client: EngineClient, verifier_dir: Path, tmp_path: Path
+    plain_client: EngineClient, verifier_dir: Path, tmp_path: Path
 ) -> None:
     template, facts = ChatTemplate.load(verifier_dir), read_facts(verifier_dir)
 
     def replies(**settings: float) -> list[list[int]]:
         config = RegenerationConfig(max_new_tokens=24, concurrency=1, **settings)
         output = tmp_path / "replies.jsonl"
-        regenerate(load(DEMO)[:3], client, template, facts, config, output)
+        regenerate(load(DEMO)[:3], plain_client, template, facts, config, output)
         return [json.loads(line)["turns"][0]["token_ids"] for line in output.read_text().splitlines()]
 
     assert replies() == replies()
@@ -159,10 +166,10 @@ def test_greedy_replies_repeat_and_sampled_ones_follow_the_seed(
     assert sampled == replies(temperature=1.0, seed=1) != replies(temperature=1.0, seed=2)
 
 
-def test_the_verifier_writes_its_own_prompts(client: EngineClient, verifier_dir: Path, tmp_path: Path) -> None:
+def test_the_verifier_writes_its_own_prompts(plain_client: EngineClient, verifier_dir: Path, tmp_path: Path) -> None:
     output = tmp_path / "prompts.jsonl"
     config = SynthesisConfig(prompts=30, max_new_tokens=96, concurrency=32)
-    report = synthesise(client, ChatTemplate.load(verifier_dir), config, output)
+    report = synthesise(plain_client, ChatTemplate.load(verifier_dir), config, output)
     prompts = load(output)
     assert report.prompts == len(prompts) == 30
     assert report.samples == report.prompts + sum(report.thrown_away.values())

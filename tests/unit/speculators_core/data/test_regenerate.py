@@ -35,3 +35,8 @@ def test_the_key_follows_the_questions_and_not_the_old_answers() -> None:
     assert key("a", "b") == key("a", "c") != key("d", "b")
     tool = {"name": "f", "parameters": {}}
     assert key("a", "b", tools=[tool]) != key("a", "b")
+
+
+def test_sampled_replies_are_not_captured_in_the_same_request() -> None:
+    with pytest.raises(ValueError, match="capture the written replies after"):
+        RegenerationConfig(capture=True, temperature=0.7)
