@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from speculators_core.data.config import RegenerationConfig
 from speculators_core.data.conversations import normalise
 from speculators_core.data.regenerate import _key, _resume
 
