@@ -227,6 +227,7 @@ def baseline(run: Run, dataset: ArtifactRef) -> StageResult:
             home=run.home,
             output=workspace,
             verifier_fingerprint=run.fingerprint.digest,
+            trust_remote_code=run.recipe.verifier.trust_remote_code,
             progress=run.progress,
         )
         return {"tokens_per_second": found.tokens_per_second, "prompts": found.count, "tokens": found.tokens}
@@ -254,6 +255,7 @@ def measure(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> Sta
             output=workspace,
             verifier_fingerprint=run.fingerprint.digest,
             baseline=run.store.path(alone.ref),
+            trust_remote_code=run.recipe.verifier.trust_remote_code,
             progress=run.progress,
         )
         return {"k": found.k, "al": 1 + found.accepted / found.drafts, "prompts": found.count, "tokens": found.tokens}
