@@ -180,7 +180,7 @@ def pip(environment: Path, arguments: list[str]) -> None:
     if "torch" in tail and ("No matching distribution" in tail or "ResolutionImpossible" in tail):
         hint = (
             "\nThe CPU build of torch could not be resolved. PyTorch's CPU index is the cure: add it to pip's own "
-            "configuration as an extra index (`pip config set global.extra-index-url URL`) and run again."
+            "configuration as an extra index, and run again."
         )
     raise SetupError(f"pip failed in {environment.name}:\n{tail}{hint}")
 

@@ -42,7 +42,7 @@ RECORDED = {
         "ValueError: Following weights were not initialized from checkpoint: {'model.layers.1.mlp.down_proj.weight'}"
     ),
     "architecture": "ValueError: Model architectures ['NopeForCausalLM'] are not supported for now. Supported: ...\n",
-    "model_dir": "ValueError: Invalid repository ID or local directory specified: '/tmp/empty'.\nPlease verify:\n",
+    "model_dir": "ValueError: Invalid repository ID or local directory specified: '/models/empty'.\nPlease verify:\n",
     "runner": core("NotImplementedError: Model Runner V1 does not support dspark"),
     "flag": "api_server.py: error: unrecognized arguments: --no-such-flag\n",
     "context": (
