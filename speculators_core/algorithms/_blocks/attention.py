@@ -3,8 +3,8 @@
 A query row at step s of an unroll sees (a) the context keys of step 0 up to its own index, in its own document and
 window, and (b) the keys that the same row made at steps 1..s. Part (a) is cut into pieces, a run of query rows
 against the run of keys before them, so that no [T, T] matrix exists; part (b) is a handful of dot products. The two
-meet by their log-sum-exps. The backward pass rebuilds the weights of a piece from the merged log-sum-exp, with which
-the usual formulas are exact for each part by itself (as in ring attention, arXiv 2310.01889).
+meet by their log-sum-exps. In the backward pass the usual formulas are exact for each part by itself once its weights
+are scaled to the merged log-sum-exp (as in ring attention, arXiv 2310.01889).
 
 Documents are short beside T and most rows are not drafted from, so pieces cost little next to the projections;
 plain float32 products beat the fused bfloat16 kernels of the CPU there by a factor of four, most of all backwards.
@@ -23,26 +23,26 @@ from speculators_core.algorithms._blocks.precision import as_written
 
 BLOCK = 128
 """Query rows of a piece: bounds the scores that exist at a time to [heads, BLOCK, keys]."""
+KEPT_WEIGHTS = 2**24
+"""Attention weights (64 MB of float32) that are kept for the backward pass; above, it forms them again."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Query rows `query` against context keys `key`.
+    """Query rows `query` against context keys `key`; `hidden` bool [queries, last keys] marks what is not seen.
 
-    The n-th query sees the keys of the piece up to number first + n, and of these the last `reach`.
+    `hidden` covers the last keys only: without a window everything before them is seen.
     """
 
     query: slice
     key: slice
-    first: int
-    reach: int | None
+    hidden: Tensor
 
-    def hide(self, scores: Tensor) -> Tensor:
-        """Set scores [..., queries, keys] of keys that are not seen to −inf, in place."""
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_(self.first)
-        if self.reach is not None:
-            seen.triu_(self.first - self.reach + 1)
-        return scores.masked_fill_(~seen, float("-inf"))
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Products [g, n, queries, keys] with −inf where a key is not seen."""
+        scores = _product(q[:, :, self.query], k[:, self.key].mT)
+        scores[..., -self.hidden.shape[1] :].masked_fill_(self.hidden, float("-inf"))
+        return scores
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class AttentionPlan:
     """Pieces in which query rows meet context keys: each query row is in exactly one, and sees at least one key."""
 
     pieces: tuple[Piece, ...]
+    cells: int
+
+    def keeps(self, heads: int) -> bool:
+        """Whether the weights of all pieces are few enough to be kept."""
+        return self.cells * heads <= KEPT_WEIGHTS
 
 
 def plan_attention(
@@ -67,18 +72,22 @@ def plan_attention(
     rows = list(range(len(documents))) if rows_R is None else rows_R.tolist()
     reach = None if window is None else max(window - shift, 1)
     starts = _document_starts(documents)
+    triangle = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=document_ids_T.device).triu_(1)
     pieces: list[Piece] = []
+    cells = 0
     for first, count in _runs(documents, rows):
         start = starts[rows[first]]
         for low in range(0, count, BLOCK):
             high = min(low + BLOCK, count)
             begin, end = rows[first] + low, rows[first] + high
             key_low = start if reach is None else max(start, begin - reach + 1)
-            bites = reach is not None and end - key_low > reach
-            pieces.append(
-                Piece(slice(first + low, first + high), slice(key_low, end), begin - key_low, reach if bites else None)
-            )
-    return AttentionPlan(tuple(pieces))
+            hidden = triangle[: high - low, : high - low]
+            if reach is not None and end - key_low > reach:
+                seen = torch.ones(high - low, end - key_low, dtype=torch.bool, device=triangle.device)
+                hidden = ~seen.tril_(begin - key_low).triu_(begin - key_low - reach + 1)
+            pieces.append(Piece(slice(first + low, first + high), slice(key_low, end), hidden))
+            cells += (high - low) * (end - key_low)
+    return AttentionPlan(tuple(pieces), cells)
 
 
 def _document_starts(documents: Sequence[int]) -> list[int]:
@@ -135,60 +144,67 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
         kv_heads = key.shape[1]
         q, k, v = _heads_first(query, kv_heads, scale=query.shape[-1] ** -0.5), _keys_first(key), _keys_first(value)
+        own = tuple(_heads_first(tensor, kv_heads) for tensor in own)
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:-1], dtype=q.dtype, device=q.device)
+        keep = plan.keeps(query.shape[1])
+        kept: list[Tensor] = []
         for piece in plan.pieces:
-            scores = piece.hide(_product(q[:, :, piece.query], k[:, piece.key].mT))
-            piece_lse = torch.logsumexp(scores, dim=-1)
-            weights = scores.sub_(piece_lse[..., None]).exp_()
+            scores = piece.scores(q, k)
+            weights = torch.softmax(scores, dim=-1)
             out[:, :, piece.query] = _product(weights, v[:, piece.key])
-            lse[:, :, piece.query] = piece_lse
+            # the log-sum-exp without a second pass of exponentials: top score minus its log-weight
+            lse[:, :, piece.query] = scores.amax(-1).sub_(weights.amax(-1).log_())
+            if keep:
+                kept.append(weights)
         steps = len(own) // 2
+        share = torch.ones((), dtype=q.dtype, device=q.device)  # of the context, beside the own keys
+        own_weights: list[Tensor] = []
         if steps:
-            own_scores = [(q * _keys_first(keys)[:, None]).sum(-1) for keys in own[:steps]]
+            own_scores = [(q * keys).sum(-1) for keys in own[:steps]]
             merged = torch.logsumexp(torch.stack([lse, *own_scores]), dim=0)
-            out *= torch.exp(lse - merged)[..., None]
-            for score, values in zip(own_scores, own[steps:], strict=True):
-                out.addcmul_(_keys_first(values)[:, None], torch.exp(score - merged)[..., None])
-            lse = merged
-        result = _rows_first(out, query.dtype)
-        ctx.save_for_backward(query, key, value, result, lse, *own)
-        ctx.plan = plan
-        return result
+            share = torch.exp(lse - merged)[..., None]
+            own_weights = [torch.exp(score - merged)[..., None] for score in own_scores]
+            out *= share
+            for weight, values in zip(own_weights, own[steps:], strict=True):
+                out.addcmul_(values, weight)
+        ctx.save_for_backward(q, k, v, out, lse, share, *own, *own_weights, *kept)
+        ctx.plan, ctx.steps, ctx.keep, ctx.dtypes = plan, steps, keep, (query.dtype, key.dtype, value.dtype)
+        return _rows_first(out, query.dtype)
 
     @staticmethod
     @as_written
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, *own = ctx.saved_tensors
-        kv_heads, scale = key.shape[1], query.shape[-1] ** -0.5
-        q, k, v = _heads_first(query, kv_heads, scale=scale), _keys_first(key), _keys_first(value)
-        grad = _heads_first(upstream[0], kv_heads)
-        along = (grad * _heads_first(out, kv_heads)).sum(-1)
+        steps: int = ctx.steps
+        q, k, v, out, lse, share, *rest = ctx.saved_tensors
+        own, own_weights, kept = rest[: 2 * steps], rest[2 * steps : 3 * steps], rest[3 * steps :]
+        grad = _heads_first(upstream[0], k.shape[0])
+        along = (grad * out).sum(-1, keepdim=True)
+        # weights of the context count by its share: laid on the rows once instead of on every weight
+        grad_context, along_context = (grad * share, along * share) if steps else (grad, along)
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for piece in ctx.plan.pieces:
+        for number, piece in enumerate(ctx.plan.pieces):
             rows, keys = piece.query, piece.key
-            scores = piece.hide(_product(q[:, :, rows], k[:, keys].mT))
-            weights = scores.sub_(lse[:, :, rows, None]).exp_()
-            slope = _product(grad[:, :, rows], v[:, keys].mT).sub_(along[:, :, rows, None]).mul_(weights)
+            weights = kept[number] if ctx.keep else piece.scores(q, k).sub_(lse[:, :, rows, None]).exp_()
+            piece_grad = grad_context[:, :, rows]
+            slope = _product(piece_grad, v[:, keys].mT).sub_(along_context[:, :, rows]).mul_(weights)
             grad_q[:, :, rows] = _product(slope, k[:, keys])
             grad_k[:, keys] += slope.flatten(1, 2).mT @ q[:, :, rows].flatten(1, 2)
-            grad_v[:, keys] += weights.flatten(1, 2).mT @ grad[:, :, rows].flatten(1, 2)
-        steps = len(own) // 2
-        own_grads: list[Tensor] = []
-        for own_key, own_value in zip(own[:steps], own[steps:], strict=True):
-            k_own, v_own = _keys_first(own_key)[:, None], _keys_first(own_value)[:, None]
-            weight = torch.exp((q * k_own).sum(-1) - lse)[..., None]
-            slope_own = weight * ((grad * v_own).sum(-1) - along)[..., None]
-            grad_q.addcmul_(slope_own, k_own)
-            own_grads.append(_rows_first((q * slope_own).sum(1, keepdim=True), own_key.dtype))
-            own_grads.append(_rows_first((grad * weight).sum(1, keepdim=True), own_value.dtype))
+            grad_v[:, keys] += weights.flatten(1, 2).mT @ piece_grad.flatten(1, 2)
+        query_dtype, key_dtype, value_dtype = ctx.dtypes
+        own_key_grads, own_value_grads = [], []
+        for keys_own, values_own, weight in zip(own[:steps], own[steps:], own_weights, strict=True):
+            slope_own = ((grad * values_own).sum(-1, keepdim=True) - along) * weight
+            grad_q.addcmul_(slope_own, keys_own)
+            own_key_grads.append(_rows_first((q * slope_own).sum(1, keepdim=True), key_dtype))
+            own_value_grads.append(_rows_first((grad * weight).sum(1, keepdim=True), value_dtype))
         return (
             None,
-            _rows_first(grad_q.mul_(scale), query.dtype),
-            _rows_first(grad_k[:, None], key.dtype),
-            _rows_first(grad_v[:, None], value.dtype),
-            *own_grads[0::2],
-            *own_grads[1::2],
+            _rows_first(grad_q.mul_(q.shape[-1] ** -0.5), query_dtype),
+            _rows_first(grad_k[:, None], key_dtype),
+            _rows_first(grad_v[:, None], value_dtype),
+            *own_key_grads,
+            *own_value_grads,
         )
 
 

@@ -5,7 +5,7 @@ Parameter names are those of the served file, so that export only has to choose 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +41,17 @@ class Drafting:
 
     rows_R: Tensor
     document_ids_T: Tensor
+    plans: dict[tuple[bool, int | None, int], AttentionPlan] = field(default_factory=dict)
+
+    def plan(self, every_row: bool, window: int | None, shift: int) -> AttentionPlan:
+        """Which keys the drafting rows (or all rows) meet; made once for each window that cuts anything."""
+        if window is None or window - shift >= self.document_ids_T.numel():
+            window, shift = None, 0
+        key = (every_row, window, shift)
+        if key not in self.plans:
+            rows_R = None if every_row else self.rows_R
+            self.plans[key] = plan_attention(self.document_ids_T, rows_R, window, shift=shift)
+        return self.plans[key]
 
 
 class Eagle3Draft(nn.Module):
@@ -161,12 +172,9 @@ class Eagle3Draft(nn.Module):
             if rows is not None:
                 residual_NH = residual_NH[rows]
                 query_rotation = (rotation[0][rows], rotation[1][rows])
-            plan = self._plan(drafting, None if step == 0 and not narrow else drafting.rows_R, index, step)
+            # Served, the window moves with the position of the drafted token; speculators 0.9 leaves it at the row.
+            shift = 0 if self.config.compat else step
+            plan = drafting.plan(step == 0 and not narrow, self.geometry.window(index), shift)
             attended = layer.self_attn(x_NC, rows, rotation, query_rotation, plan, cache)
             hidden_NH = layer.finish(attended, residual_NH)
         return hidden_NH
-
-    def _plan(self, drafting: Drafting, rows_R: Tensor | None, layer: int, step: int) -> AttentionPlan:
-        # Served, the window moves with the position of the drafted token; speculators 0.9 leaves it at the row.
-        shift = 0 if self.config.compat else step
-        return plan_attention(drafting.document_ids_T, rows_R, self.geometry.window(layer), shift=shift)

@@ -32,14 +32,21 @@ def reference(q: Tensor, k: Tensor, v: Tensor, own_k: list[Tensor], own_v: list[
     return torch.einsum("hrt,the->rhe", weights, values)
 
 
-@pytest.mark.parametrize("block", [3, 128])
+@pytest.mark.parametrize(("block", "kept"), [(3, 0), (3, 2**24), (128, 2**24)])
 @pytest.mark.parametrize(("window", "shift"), [(None, 0), (4, 0), (4, 2), (1, 3), (64, 1)])
 @pytest.mark.parametrize("rows", [None, [0, 4, 5, 6, 8, 9, 13, 20, 21, 25, 27, 28]])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_pieces_and_own_keys_are_the_dense_mask(
-    monkeypatch: pytest.MonkeyPatch, block: int, window: int | None, shift: int, rows: list[int] | None, steps: int
+    monkeypatch: pytest.MonkeyPatch,
+    block: int,
+    kept: int,
+    window: int | None,
+    shift: int,
+    rows: list[int] | None,
+    steps: int,
 ) -> None:
     monkeypatch.setattr(attention, "BLOCK", block)
+    monkeypatch.setattr(attention, "KEPT_WEIGHTS", kept)
     total = DOCUMENTS.numel()
     chosen = torch.arange(total) if rows is None else torch.tensor(rows)
     count = chosen.numel()
@@ -77,8 +84,4 @@ def test_bfloat16_goes_in_and_out_with_float32_between() -> None:
 
 def test_work_grows_with_documents_not_with_the_row() -> None:
     documents = torch.arange(64).repeat_interleave(16)
-    cells = sum(
-        (piece.query.stop - piece.query.start) * (piece.key.stop - piece.key.start)
-        for piece in plan_attention(documents, None, None).pieces
-    )
-    assert cells == 64 * 16 * 16
+    assert plan_attention(documents, None, None).cells == 64 * 16 * 16
