@@ -27,7 +27,7 @@ from speculators_core.states.gates import check_layers, check_states
 from speculators_core.states.parity import ParityGate, ParityReport
 from speculators_core.states.sets import StateSet
 from speculators_core.states.shards import StatesFacts
-from speculators_core.states.source import Tally, request_states
+from speculators_core.states.source import Tally, check_announcement, request_states
 from speculators_core.store import storage_errors
 from speculators_core.types import ProgressCallback, StrictModel
 from speculators_core.verifier.facts import VerifierFacts, read_facts
@@ -213,9 +213,11 @@ def capture(
     layers = check_layers(layer_ids, facts.num_hidden_layers)
     collector = plan_capture(rows, facts, layers, fingerprint, config, workspace)
     _context_for(collector, facts)
+    reader = _reader(config, workspace)
+    check_announcement(reader, collector.facts, engine)
     gate = ParityGate(rows, collector, config, verifier_dir, facts, False)
     gate.prepare()
-    tally = request_states(rows, collector, gate, engine, config, _reader(config, workspace), progress)
+    tally = request_states(rows, collector, gate, engine, config, reader, progress)
     return conclude(collector, gate, workspace, tally)
 
 

@@ -60,7 +60,7 @@ def request_states(
     Raises:
         CaptureError: a gate failed, rows failed in every try, or the engine died; finished shards are kept.
     """
-    _check_announcement(reader, collector.facts, engine)
+    check_announcement(reader, collector.facts, engine)
     tally, left = Tally(), collector.missing()
     total = len(left)
     # Sampled rows first: a capture that is wrong ends with its first requests.
@@ -196,8 +196,12 @@ def _fetch(generation: Generation, reader: Reader, engine: Engine, timeout_s: fl
     return record
 
 
-def _check_announcement(reader: Reader, facts: StatesFacts, engine: Engine) -> None:
-    """Compare what the engine said about itself with what is wanted (a remote one must have said something)."""
+def check_announcement(reader: Reader, facts: StatesFacts, engine: Engine) -> None:
+    """Compare what the engine said about itself with what is wanted (a remote one must have said something).
+
+    Raises:
+        CaptureError: other layers, dtype or verifier, or a remote engine that said nothing.
+    """
     try:
         announced = reader.announcement()
     except ConnectorError as error:
