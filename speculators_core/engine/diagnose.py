@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 _CHATTER = re.compile(r"^(?:\([^)]*pid=\d+\)\s*)?(?:DEBUG|INFO|WARNING)\b")
+_CODE = re.compile(r'^ {4}|^  File "')  # a traceback's source lines hold words that mean nothing
 _FAREWELL = re.compile(r"^nanobind: | - leaked | - \.\.\. skipped|resource_tracker|refleaks\.html|Route: /")
 _PREFIX = re.compile(r"^\([^)]*pid=\d+\)\s*(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
 _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*")
@@ -71,7 +72,7 @@ CAUSES: tuple[Cause, ...] = (
     _cause(
         "shape",
         r"shape mismatch|size mismatch|Attempted to load weight|assert .*\.shape|The size of tensor a"
-        r"|must match the size of tensor|loaded_weight",
+        r"|must match the size of tensor|exceeds dimension size",
         "tensors do not have the shape that the config promises",
         "compare config.json with the tensors; for a draft: hidden size, vocabulary and layers must fit the verifier",
     ),
@@ -176,7 +177,8 @@ def diagnose(log: str, *, tail_lines: int = 12) -> Diagnosis:
     """Find the likely cause in a log; later errors of a log are mostly consequences of its first."""
     raw = [line.rstrip() for line in log.splitlines() if line.strip() and not _FAREWELL.search(line)]
     lines = [_PREFIX.sub("", line) for line in raw]
-    telling = [_PREFIX.sub("", line) for line in raw if not _CHATTER.match(line)]
+    told = [_PREFIX.sub("", line) for line in raw if not _CHATTER.match(line)]
+    telling = [line for line in told if not _CODE.match(line)]
     errors = [line for line in lines if _EXCEPTION.match(line) and not _CONSEQUENCE.search(line)]
     tail = "\n".join(line[:240] for line in lines[-tail_lines:])
     for text in ("\n".join(errors), "\n".join(telling)):

@@ -19,6 +19,7 @@ from speculators_core.engine.diagnose import Diagnosis, diagnose
 from speculators_core.engine.runtime import Runtime, RuntimeInfo, probe_runtime
 from speculators_core.errors import EngineError, EngineTimeout
 from speculators_core.processes import SupervisedProcess, supervise
+from speculators_core.types import Json
 
 __all__ = ["Engine", "ServerSpec", "build_arguments", "serve"]
 
@@ -68,6 +69,8 @@ def serve(
     if runtime.url is not None:
         yield _connect(runtime.url, info, home)
         return
+    for model in (spec.model, (spec.speculative or {}).get("model")):
+        _require_model(model)
     engine, process = _start(runtime, spec, info, home, startup_timeout_s, on_line)
     try:
         yield engine
@@ -110,6 +113,17 @@ def _start(
             raise _death("did not start", process.poll(), log, diagnosis)
         _log.warning("port %d was taken meanwhile; trying another", port)
     raise AssertionError("unreachable")
+
+
+def _require_model(model: Json) -> None:
+    """Refuse a path that cannot be a model before vLLM takes half a minute to say so; hub ids pass."""
+    if not isinstance(model, str) or not (Path(model).is_absolute() or Path(model).exists()):
+        return
+    if not (Path(model) / "config.json").is_file():
+        raise EngineError(
+            f"{model} is not a model directory: there is no config.json in it",
+            mend="name a local directory that holds config.json, *.safetensors and the tokenizer's files",
+        )
 
 
 def _await_ready(engine: Engine, deadline: float, on_line: Callable[[str], None] | None) -> Diagnosis | None:

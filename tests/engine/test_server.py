@@ -184,15 +184,19 @@ def test_a_taken_port_is_replaced(
                 assert client.health()
 
 
-def test_a_model_that_is_no_model_says_so(runtime: Runtime, tmp_path: Path) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
+def test_a_torn_model_says_so(runtime: Runtime, verifier_dir: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    for file in verifier_dir.iterdir():
+        (torn / file.name).write_bytes(
+            file.read_bytes()[:1_000_000] if file.suffix == ".safetensors" else file.read_bytes()
+        )
     with (
-        pytest.raises(EngineError, match=r"config\.json") as raised,
-        serve(runtime, ServerSpec(model=str(empty)), home=tmp_path),
+        pytest.raises(EngineError, match=r"did not start(.|\n)*weights are missing, torn(.|\n)*log: ") as raised,
+        serve(runtime, ServerSpec(model=str(torn), max_model_len=512), home=tmp_path),
     ):
         pass
-    assert raised.value.mend is not None and "config.json" in raised.value.mend
+    assert raised.value.mend is not None and "make or copy the model directory again" in raised.value.mend
     assert list((tmp_path / "engines").iterdir()) == []
 
 

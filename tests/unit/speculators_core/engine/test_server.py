@@ -85,6 +85,16 @@ def test_an_exception_in_the_block_stops_the_server(tmp_path: Path, monkeypatch:
         engine.check()
 
 
+def test_a_path_that_is_no_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    here = runtime(tmp_path, f"touch {tmp_path}/started")
+    draft = {"method": "eagle3", "model": str(tmp_path / "no-draft"), "num_speculative_tokens": 3}
+    for spec in (ServerSpec(model=str(tmp_path)), ServerSpec(model="org/name", speculative=draft)):
+        with pytest.raises(EngineError, match=r"no config\.json") as raised, serve(here, spec, home=tmp_path):
+            pass
+        assert raised.value.mend
+    assert not (tmp_path / "started").exists()
+
+
 def test_the_tail_of_a_long_log_is_read_without_the_rest(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"x" * 1_000_000 + b"\nthe end\xff\n")
