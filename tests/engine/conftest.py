@@ -31,8 +31,7 @@ def runtime() -> Runtime:
 @pytest.fixture(scope="session")
 def verifier_dir() -> Path:
     """The demo's verifier, which `make setup` made."""
-    home = Path(os.environ.get("DRAFTSMITH_HOME", ROOT / ".draftsmith"))
-    path = home / "verifiers" / "SmolLM2-135M-Instruct"
+    path = ROOT / ".draftsmith" / "verifiers" / "SmolLM2-135M-Instruct"
     assert (path / "model.safetensors").is_file(), f"no verifier at {path}: run `make setup`"
     return path
 
