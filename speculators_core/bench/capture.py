@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import Field
 
 from speculators_core.engine.client import GenerationRequest
-from speculators_core.engine.runtime import Runtime
+from speculators_core.engine.runtime import Runtime, probe_runtime
 from speculators_core.engine.server import Engine, ServerSpec, serve
 from speculators_core.states.capture import capture, capture_server
 from speculators_core.states.collect import Row, Rows, ids_of
@@ -30,7 +30,7 @@ class BatchSettings(StrictModel):
     """What decides how vLLM batches prefill."""
 
     max_num_seqs: int = Field(ge=1, description="sequences in one engine step")
-    max_num_batched_tokens: int = Field(ge=1, description="tokens in one engine step")
+    max_num_batched_tokens: int | None = Field(ge=1, description="tokens in one engine step; null: vLLM's default")
 
 
 class ArmResult(StrictModel):
@@ -65,7 +65,7 @@ class CaptureBenchReport(StrictModel):
         ]
         for plain, captured in zip(self.plain, self.captured, strict=True):
             lines.append(
-                f"{plain.settings.max_num_seqs:>12} {plain.settings.max_num_batched_tokens:>14} "
+                f"{plain.settings.max_num_seqs:>12} {plain.settings.max_num_batched_tokens or 'default':>14} "
                 f"{plain.tokens_per_second:>14.0f} {captured.tokens_per_second:>14.0f} "
                 f"{captured.tokens_per_second / plain.tokens_per_second:>6.3f}"
             )
@@ -113,7 +113,11 @@ def bench_capture(
     backend = config.backend_config or {"root": str(directory.absolute() / "records"), "fsync": False}
     config = config.model_copy(update={"parity_rows": 0, "backend_config": backend})
     shutil.rmtree(directory, ignore_errors=True)
-    spec = capture_server(config, verifier_dir, layer_ids, fingerprint, workspace, max_model_len=longest + 9)
+    device = probe_runtime(runtime, home=home).device
+    spec = capture_server(
+        config, verifier_dir, layer_ids, fingerprint, workspace, max_model_len=longest + 9, device=device
+    )
+    own = BatchSettings(max_num_seqs=spec.max_num_seqs, max_num_batched_tokens=spec.max_num_batched_tokens)
     spec = spec.model_copy(update={"extra_args": (*spec.extra_args, NO_PREFIX_CACHING)})
     plain, captured = [], []
     try:
@@ -133,7 +137,7 @@ def bench_capture(
                         for _ in range(passes)
                     ]
                 plain.append(_arm(setting, [pair[0] for pair in pairs]))
-                captured.append(_arm(_settings_of(config), [pair[1] for pair in pairs]))
+                captured.append(_arm(own, [pair[1] for pair in pairs]))
             info = capturing.info
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -187,10 +191,3 @@ def _prefill(engine: Engine, requests: Sequence[GenerationRequest], concurrency:
 
 def _arm(settings: BatchSettings, passes: Sequence[float]) -> ArmResult:
     return ArmResult(settings=settings, tokens_per_second=statistics.median(passes), passes=tuple(passes))
-
-
-def _settings_of(config: CaptureConfig) -> BatchSettings:
-    return BatchSettings(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or config.shard_tokens,
-    )

@@ -18,7 +18,7 @@ from pydantic import Field
 from hs_connectors.contract import CaptureSettings, Reader, kv_transfer_config, speculative_config
 from hs_connectors.errors import SettingsError
 from hs_connectors.registry import open_reader
-from speculators_core.engine.runtime import Runtime
+from speculators_core.engine.runtime import Runtime, probe_runtime
 from speculators_core.engine.server import Engine, ServerSpec, serve
 from speculators_core.errors import CaptureError, ConfigError, DiskSpaceError
 from speculators_core.states.collect import Collector, Rows, content_of, each, ids_of
@@ -33,6 +33,8 @@ from speculators_core.types import ProgressCallback, StrictModel
 from speculators_core.verifier.facts import VerifierFacts, read_facts
 
 RECORDS_NAME = ".records"
+_CPU_STEP = 1024
+"""Tokens in an engine step on a CPU: the activations of more fall out of its caches."""
 _IN_FLIGHT = 4
 """Requests that the client keeps ahead, as a multiple of the concurrency."""
 
@@ -101,9 +103,14 @@ def capture_server(
     workspace: Path,
     *,
     max_model_len: int | None = None,
+    device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> ServerSpec:
     """The server that `capture` talks to.
+
+    Args:
+        workspace: where the records go unless the backend is configured.
+        device: the runtime's; decides the size of a step where the configuration leaves it open.
 
     Raises:
         ConfigError: the layer ids or the backend's settings are wrong.
@@ -123,7 +130,7 @@ def capture_server(
         dtype=config.dtype,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens or (_CPU_STEP if device == "cpu" else None),
         kv_cache_gib=config.kv_cache_gib,
         speculative=speculative_config(settings),
         kv_transfer=kv_transfer_config(settings),
@@ -182,6 +189,7 @@ def capture_rows(
             fingerprint,
             workspace,
             max_model_len=length,
+            device=probe_runtime(runtime, home=home).device,
             trust_remote_code=trust_remote_code,
         )
         with serve(runtime, spec, home=home) as engine:

@@ -11,7 +11,6 @@ from synthetic_states import FACTS, make_rows, record_for, states_for
 
 from speculators_core.errors import CaptureError, ConfigError, DiskSpaceError
 from speculators_core.states.capture import require_disk
-from speculators_core.states.config import CaptureConfig
 from speculators_core.states.gates import check_layers, check_record
 from speculators_core.states.parity import compare_states
 
@@ -87,11 +86,6 @@ def test_wrong_layer_ids_are_refused_with_a_cure(layers: tuple[int, ...], messag
     with pytest.raises(ConfigError, match=message) as caught:
         check_layers(layers, 4)
     assert caught.value.mend
-
-
-def test_the_configuration_refuses_repeated_layers():
-    with pytest.raises(ValueError, match="distinct, ascending"):
-        CaptureConfig(aux_layers=(2, 2))
 
 
 def test_parity_accepts_rounding_and_names_the_layer_that_differs():
