@@ -1,0 +1,61 @@
+"""The command answers fast, teaches, and turns errors into a message and a status."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+DEMO = "deployments/recipes/demo.yaml"
+
+
+def draftsmith(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "DRAFTSMITH_HOME": str(home), "MLFLOW_TRACKING_URI": ""}
+    command = [sys.executable, "-m", "flows.cli", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_help_names_every_stage_and_imports_nothing_heavy() -> None:
+    probe = (
+        "import sys, flows.cli; heavy = {'torch', 'transformers', 'prefect', 'mlflow', 'matplotlib', 'datasets'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+    shown = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for name in ("retrain", "preflight", "prepare", "capture", "train", "export", "evaluate", "register", "promote"):
+        assert name in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (("retrain", "nothing.yaml"), 2, "no recipe at nothing.yaml"),
+        (("capture", DEMO, "--set", "captur.concurrency=1"), 2, "did you mean `capture`"),
+        (("prepare", DEMO, "--set", "verifier.path=missing"), 1, "does not exist"),
+        (("doctor", DEMO, "--set", "x=1"), 2, "No such option"),
+        (("fingerprint", "tests"), 1, "config.json"),
+        (("bench", "train", DEMO), 2, "--against-peer"),
+        (("frobnicate",), 2, "No such command"),
+    ],
+)
+def test_what_is_wrong_is_one_message_and_a_status(
+    tmp_path: Path, arguments: tuple[str, ...], status: int, words: str
+) -> None:
+    done = draftsmith(tmp_path, *arguments)
+    assert done.returncode == status, done.stderr
+    assert words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_state_root_is_where_it_was_asked_to_be(tmp_path: Path) -> None:
+    done = draftsmith(tmp_path / "home", "status", DEMO, "--json")
+    if not (ROOT / ".draftsmith" / "verifiers").exists():
+        pytest.skip("the demo's verifier is made by `make verifier`")
+    assert done.returncode == 0, done.stderr
+    assert '"to do"' in done.stdout and (tmp_path / "home" / "prefect").is_dir()
