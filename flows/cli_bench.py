@@ -76,7 +76,7 @@ def capture(
     from speculators_core.data.rows import RowSet
 
     config = run.recipe.capture
-    batched = (1024, 2048, 4096, 8192)
+    batched = (512, 1024, 2048, 4096)
     settings = [BatchSettings(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=tokens) for tokens in batched]
     report = bench_capture(
         RowSet.open(run.store.path(results[-1].ref)),
