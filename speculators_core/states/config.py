@@ -26,7 +26,7 @@ class CaptureConfig(StrictModel):
     max_num_batched_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens in one engine step; null: 1024 on a CPU, where small steps prefilled faster than 2048, else vLLM's default",
+        description="tokens in one engine step; null: 1024 on a CPU, else vLLM's default",
     )
     kv_cache_gib: float = Field(
         2.0, gt=0, description="memory for the engine's cache, which also holds the states, GiB"
