@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict
 from typing_extensions import TypeAliasType
 
 if TYPE_CHECKING:  # keeps `import speculators_core.types` free of torch: command lines start fast
-
     from torch import Tensor, nn
 
 # a named alias, because pydantic follows a plain recursive union for ever
