@@ -10,7 +10,7 @@ from typing import Any
 
 from speculators_core.build import export_untrained
 from speculators_core.config import Recipe
-from speculators_core.data.conversations import check_sources
+from speculators_core.data.prepare import check_replies
 from speculators_core.data.template import ChatTemplate
 from speculators_core.engine.client import GenerationRequest
 from speculators_core.engine.config import ServerSpec
@@ -45,7 +45,7 @@ def check_inputs(recipe: Recipe, facts: VerifierFacts, verifier: Path, layer_ids
             f"data.max_length is {recipe.data.max_length}, but the verifier's context is {context}",
             mend=f"set data.max_length to at most {context}",
         )
-    check_sources(recipe.data.sources)
+    check_replies(recipe.data.sources)
     ChatTemplate.load(verifier, recipe.data.template_kwargs)
     if recipe.verifier.publish_as is None:
         log.warning("the draft will name its verifier by a local path; set verifier.publish_as to make it portable")

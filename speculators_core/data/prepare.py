@@ -167,7 +167,31 @@ def _gather(config: DataConfig, dropped: Counter[str]) -> list[Conversation]:
             continue
         seen.add(content)
         kept.append(conversation)
-    where = ", ".join(config.sources)
+    _require_replies(config.sources, read, len(kept), dropped)
+    if config.max_rows is not None and len(kept) > config.max_rows:
+        dropped["beyond_max_rows"] += len(kept) - config.max_rows
+        by_hash = sorted(range(len(kept)), key=lambda i: seeded_hash(f"{kept[i].id}\n{i}", config.seed))
+        kept = [kept[i] for i in sorted(by_hash[: config.max_rows])]
+    return kept
+
+
+def check_replies(sources: Sequence[str]) -> None:
+    """Whether there is anything to learn from; reads no further than the first reply.
+
+    Raises:
+        DataError: no usable conversation, or none with an assistant turn.
+    """
+    dropped: Counter[str] = Counter()
+    read = 0
+    for conversation in read_conversations(sources, dropped):
+        read += 1
+        if conversation.assistant_turns():
+            return
+    _require_replies(sources, read, 0, dropped)
+
+
+def _require_replies(sources: Sequence[str], read: int, kept: int, dropped: Counter[str]) -> None:
+    where = ", ".join(sources)
     if not read:
         causes = ", ".join(f"{cause} {count}" for cause, count in sorted(dropped.items())) or "no record at all"
         raise DataError(
@@ -179,11 +203,6 @@ def _gather(config: DataConfig, dropped: Counter[str]) -> list[Conversation]:
             f"no assistant turn follows a user turn in any of the {read} conversations of {where}",
             mend="let the verifier answer the prompts first: draftsmith data regenerate",
         )
-    if config.max_rows is not None and len(kept) > config.max_rows:
-        dropped["beyond_max_rows"] += len(kept) - config.max_rows
-        by_hash = sorted(range(len(kept)), key=lambda i: seeded_hash(f"{kept[i].id}\n{i}", config.seed))
-        kept = [kept[i] for i in sorted(by_hash[: config.max_rows])]
-    return kept
 
 
 def _held_back(wanted: int, conversations: int) -> int:

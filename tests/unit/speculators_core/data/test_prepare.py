@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from speculators_core.data.config import DataConfig
-from speculators_core.data.prepare import prepare
+from speculators_core.data.prepare import check_replies, prepare
 from speculators_core.data.regenerate import captured_rows
 from speculators_core.data.rows import RowSet
 from speculators_core.data.template import ChatTemplate
@@ -211,3 +211,16 @@ def test_torn_rows_are_not_opened(verifier: Path, tmp_path: Path) -> None:
         RowSet.open(tmp_path / "a")
     with pytest.raises(DataError, match="no prepared rows"):
         RowSet.open(tmp_path)
+
+
+def test_a_data_set_without_replies_is_known_before_anything_is_tokenised(tmp_path: Path) -> None:
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
+    with pytest.raises(DataError, match="no assistant turn"):
+        check_replies([str(asked)])
+    with asked.open("a") as file:
+        file.write(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
+    check_replies([str(asked)])
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(DataError, match="no usable conversation"):
+        check_replies([str(tmp_path / "empty.jsonl")])
