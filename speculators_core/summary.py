@@ -128,7 +128,10 @@ def rows(summary: LoopSummary) -> Sequence[tuple[str, str]]:
         ("draft", f"{summary.draft.algorithm}  {summary.draft.path}"),
         ("acceptance length", f"{a.al:.3f}  (95 % interval {low:.3f} to {high:.3f}) at K = {a.k}, {a.prompts} prompts"),
         ("by position", "  ".join(f"{rate:.3f}" for rate in a.per_position)),
-        ("output unchanged", f"{summary.lossless.identical} of {summary.lossless.prompts} replies identical"),
+        (
+            "identical replies",
+            f"{summary.lossless.identical} of {summary.lossless.prompts}; rounding parts others, see the gate",
+        ),
         ("tokens/s", f"{s.with_draft:.0f} with, {s.without:.0f} without, {s.concurrency} requests at once"),
         ("training", f"{summary.training.tokens:,} tokens in {summary.training.seconds:.0f} s"),
         ("registered", f"{summary.registry.model} version {summary.registry.version or '-'}  {list_aliases(summary)}"),
