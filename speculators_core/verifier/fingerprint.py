@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import Field
 
 from speculators_core.errors import VerifierError
+from speculators_core.store.manifest import sha256_file
 from speculators_core.types import Json, StrictModel
 from speculators_core.verifier.facts import read_config
 from speculators_core.verifier.weights import weight_files
@@ -40,7 +41,6 @@ TOKENIZER_FILES = (
 _QUANTISATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quantization_config.json")
 # Keys that say who wrote a file, not what the model is.
 _VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
-_CHUNK = 1 << 22
 # A file written within this many seconds could change again without its times changing: not remembered yet.
 _RACY_SECONDS = 2.0
 
@@ -159,15 +159,6 @@ class HashCache:
             json.dump(merged, stream, indent=0, sort_keys=True)
         Path(name).replace(self.path)
         self._new = {}
-
-
-def sha256_file(file: Path) -> str:
-    """sha256 of a file's content in hex, read in chunks."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _stable(value: Any) -> Any:
