@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,15 @@ def test_nothing_is_unpickled() -> None:
                 assert (node.value.id, node.attr) not in {("torch", "load"), ("pickle", "load"), ("pickle", "loads")}, (
                     path
                 )
+
+
+def test_a_child_of_a_test_gets_its_environment_from_one_place() -> None:
+    """`os.environ` holds what earlier tests settled: a child that inherits it depends on their order."""
+    spread = re.compile(r"\*\*os\.environ|os\.environ \||dict\(os\.environ\)|os\.environ\.(copy|items)\(\)")
+    own = {"environment.py", "test_hub.py", "test_imports.py"}  # test_hub: keeps everything but the proxies
+    found = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("*.py")
+        if path.name not in own and spread.search(path.read_text())
+    ]
+    assert found == []

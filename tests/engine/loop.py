@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.environment import ROOT, child_environment
+
 RECIPE = ROOT / "deployments" / "recipes" / "demo.yaml"
 SMALL = {
     "name": "small",
@@ -31,8 +31,7 @@ SMALL = {
 def command(home: Path, *arguments: str, **overrides: str) -> tuple[list[str], dict[str, str]]:
     sets = [part for key, value in {**SMALL, **overrides}.items() for part in ("--set", f"{key}={value}")]
     argv = [sys.executable, "-m", "flows.cli", *arguments[:1], str(RECIPE), *arguments[1:], *sets]
-    unset = ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "PREFECT_HOME", "DRAFTSMITH_STORE")
-    return argv, {**{k: v for k, v in os.environ.items() if k not in unset}, "DRAFTSMITH_HOME": str(home)}
+    return argv, child_environment(home)
 
 
 def run(home: Path, *arguments: str, **overrides: str) -> subprocess.CompletedProcess[str]:

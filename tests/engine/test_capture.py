@@ -28,10 +28,10 @@ from speculators_core.states.config import CaptureConfig
 from speculators_core.states.gates import check_layers
 from speculators_core.states.replies import store_handles
 from speculators_core.states.sets import StateSet
+from tests.environment import ROOT, child_environment
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (2, 15, 27, 30)
 FINGERPRINT = "f" * 64
 NUM_ROWS = 16
@@ -109,9 +109,9 @@ def test_a_killed_capture_goes_on_at_the_shard(capturing, rows, config, verifier
     """)
     workspace = tmp_path / "set"
     facts = (capturing.base_url, capturing.model_name, capturing.info.model_dump_json(), config.model_dump_json())
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'hs_connectors' / 'src'}"}
     child = subprocess.Popen(
-        [sys.executable, "-c", script, *facts, str(rows.path), str(workspace), str(verifier_dir)], env=environment
+        [sys.executable, "-c", script, *facts, str(rows.path), str(workspace), str(verifier_dir)],
+        env=child_environment(),
     )
     first = workspace / "shard-00000.safetensors"
     deadline = time.monotonic() + 120

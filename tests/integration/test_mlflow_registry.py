@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -16,9 +15,9 @@ from tasks.adapters.aliases import MlflowAliases
 from tasks.adapters.registry import MODEL_ID_TAG, DraftRegistry, RegisteredDraft, VersionFacts
 from tasks.adapters.settings import read_settings
 from tasks.adapters.tracking import Tracking
+from tests.environment import child_environment
 
 CHILDREN = Path(__file__).with_name("mlflow_children.py")
-ROOT = Path(__file__).parents[2]
 FINGERPRINT, RUNTIME = "f" * 64, "r" * 64
 HINT = "draftsmith register recipe.yaml"
 
@@ -218,13 +217,12 @@ def test_of_two_promoters_at_once_one_wins(tracking: Tracking, run_id: str, depl
     for content in (b"left", b"right"):
         Draft(tmp_path, content).register(tracking, deployment, run_id)
     home = tracking.settings.home
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "hs_connectors" / "src")])}
     children = [
         subprocess.Popen(
             [sys.executable, str(CHILDREN), "promote", str(home), deployment, version],
             stdout=subprocess.PIPE,
             text=True,
-            env=env,
+            env=child_environment(),
         )
         for version in ("1", "2")
     ]

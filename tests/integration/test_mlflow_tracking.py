@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -14,14 +13,15 @@ from speculators_core.errors import RegistryError
 from tasks.adapters.follow import OFFSET_TAG, Follower, follow_metrics
 from tasks.adapters.settings import Settings, read_settings
 from tasks.adapters.tracking import ATTEMPT_TAG, DatasetFacts, StageRun, Tracking
+from tests.environment import child_environment
 
 CHILDREN = Path(__file__).with_name("mlflow_children.py")
-ROOT = Path(__file__).parents[2]
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "hs_connectors" / "src")])}
-    return subprocess.Popen([sys.executable, str(CHILDREN), *arguments], stdout=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(
+        [sys.executable, str(CHILDREN), *arguments], stdout=subprocess.PIPE, text=True, env=child_environment()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -242,10 +242,8 @@ def test_a_link_in_a_circle_is_named(run: StageRun, tmp_path: Path) -> None:
 
 def test_an_absent_mlflow_is_reported_soon(tmp_path: Path) -> None:
     environ = {
-        **os.environ,
-        "DRAFTSMITH_HOME": str(tmp_path),
+        **child_environment(tmp_path),
         "MLFLOW_TRACKING_URI": "http://127.0.0.1:9",
-        "PYTHONPATH": str(ROOT),
     }
     code = (
         "from tasks.adapters.settings import settings\nsettings()\n"

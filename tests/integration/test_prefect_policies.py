@@ -16,9 +16,9 @@ import pytest
 
 from tasks.adapters.prefect_server import prefect_api
 from tasks.adapters.settings import apply_environment
+from tests.environment import child_environment
 
 CHILDREN = Path(__file__).with_name("prefect_children.py")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def environ(home: Path) -> dict[str, str]:
     """Environment of a command with a private Prefect server."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT", "MLFLOW"))}
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "hs_connectors" / "src")])
-    return {**clean, "PYTHONPATH": paths, "DRAFTSMITH_HOME": str(home), "HOME": str(home / "user")}
+    return {**child_environment(home), "HOME": str(home / "user")}
 
 
 @pytest.fixture(scope="module")

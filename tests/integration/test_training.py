@@ -23,8 +23,8 @@ from speculators_core.states.collect import Collector
 from speculators_core.states.shards import RowContent, StatesFacts
 from speculators_core.training import checkpoints
 from speculators_core.training.callbacks.metrics_log import read_metrics
+from tests.environment import ROOT, child_environment
 
-ROOT = Path(__file__).parents[2]
 VOCABULARY, HIDDEN, LAYERS = 96, 32, 6
 ALGORITHM = {"kind": "eagle3"}
 
@@ -119,7 +119,7 @@ def start(request: TrainRequest, log: Path) -> subprocess.Popen[bytes]:
     file.write_text(request.model_dump_json())
     with log.open("ab") as stream:
         return subprocess.Popen(
-            train_command(file, python=sys.executable), cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            train_command(file, python=sys.executable), cwd=ROOT, env=child_environment(),
             stdout=stream, stderr=stream, start_new_session=True,
         )  # fmt: skip
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.environment import ROOT, child_environment
+
 DEMO = "deployments/recipes/demo.yaml"
 
 
 def draftsmith(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "DRAFTSMITH_HOME": str(home), "MLFLOW_TRACKING_URI": ""}
     command = [sys.executable, "-m", "flows.cli", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=child_environment(home), capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_help_names_every_stage_and_imports_nothing_heavy() -> None:

@@ -14,6 +14,7 @@ import pytest
 from speculators_core import processes, supervisor
 from speculators_core.errors import DraftsmithError
 from speculators_core.processes import kill_all, reap_orphans, supervise
+from tests.environment import child_environment
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -170,7 +171,9 @@ def test_the_next_start_reaps_what_a_killed_supervisor_left(tmp_path: Path) -> N
 def test_a_process_that_hid_from_the_pid_file_is_found_by_its_mark(tmp_path: Path) -> None:
     process = supervise(["sleep", "300"], name="x", home=tmp_path, log=tmp_path / "l")
     mark = record(tmp_path)["mark"]
-    stray = subprocess.Popen(["sleep", "300"], env={**os.environ, supervisor.MARK: mark}, start_new_session=True)
+    stray = subprocess.Popen(
+        ["sleep", "300"], env={**child_environment(), supervisor.MARK: mark}, start_new_session=True
+    )
     try:
         assert kill_all(tmp_path) == ["x"]
         assert stray.wait(5) == -signal.SIGKILL
