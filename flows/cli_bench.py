@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,6 +19,11 @@ from flows.cli_support import (
     run_stages,
 )
 from speculators_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speculators_core.bench.training import BenchSettings
+    from speculators_core.evaluation.records import Measurement
+    from speculators_core.run import Run, StageResult
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed; results are ratios, since machines are noisy.")
 
@@ -40,25 +45,70 @@ def train(
     """Training speed, memory and loss beside speculators 0.9.0, on the recipe's states."""
     if not against_peer:
         raise ConfigError("bench train compares with another trainer", mend="add --against-peer")
-    if not (peer / "bin" / "python").exists():
-        raise ConfigError(f"there is no environment of the peer at {peer}", mend="python3 infra/setup.py --peer")
+    require_peer(peer)
     home = prepare_environment().home
     results, run = run_stages(recipe, overrides, "capture", as_json, show=False)
-    from speculators_core.bench.training import BenchSettings, bench_training
+    from speculators_core.bench.training import bench_training
 
-    states = run.store.path(by_name(results, "capture").ref)
-    settings = BenchSettings(
-        states=str(states),
-        verifier=str(run.verifier),
-        draft_vocabulary=run.recipe.draft_vocabulary or run.facts.vocab_size,
-        row_tokens=run.recipe.training.row_tokens,
-        steps=steps,
-        runs=repeats,
-    )
-    report = bench_training(
-        states, run.verifier, peer / "bin" / "python", home / "scratch" / "bench-training", settings=settings
-    )
+    settings = bench_settings(run, by_name(results, "capture")).model_copy(update={"steps": steps, "runs": repeats})
+    report = bench_training(peer / "bin" / "python", home / "scratch" / "bench-training", settings)
     print(report.model_dump_json(indent=2) if as_json else report.table())
+
+
+@app.command()
+def algorithms(
+    recipe: RecipeArgument,
+    overrides: SetOption = NO_OVERRIDES,
+    only: Annotated[list[str] | None, typer.Option("--case", help="algorithm; repeatable; default all")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="passes over the recipe's training rows")] = 4,
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each side, with seeds 0, 1, …")] = 2,
+    peer: Annotated[Path, typer.Option(help="environment with speculators 0.9.0")] = PEER,
+    resume: Annotated[bool, typer.Option("--resume", help="keep the rows of an earlier run")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Served acceptance of each algorithm beside the peer's, trained on the same states for as long.
+
+    Takes hours. Each trained draft becomes a line of <state root>/bench/algorithms.jsonl as soon as it is measured.
+    """
+    require_peer(peer)
+    home = prepare_environment().home
+    results, run = run_stages(recipe, overrides, "capture", as_json, show=False)
+    from speculators_core.bench.algorithms import bench_algorithms, compare_sides, table
+    from speculators_core.bench.cases import CASES
+    from speculators_core.data.rows import RowSet
+    from speculators_core.evaluation.measure import measure_draft
+
+    prompts = RowSet.open(run.store.path(by_name(results, "prepare").ref)).prompts()
+
+    def measure(draft: Path, k: int, output: Path) -> Measurement:
+        return measure_draft(
+            draft,
+            run.verifier,
+            prompts,
+            run.recipe.runtime,
+            run.recipe.evaluation.model_copy(update={"k": k}),
+            home=home,
+            output=output,
+            verifier_fingerprint=run.fingerprint.digest,
+        )
+
+    rows = []
+    for row in bench_algorithms(
+        only or [case.name for case in CASES],
+        range(seeds),
+        bench_settings(run, by_name(results, "capture"), schedule="linear"),
+        peer / "bin" / "python",
+        home / "scratch" / "bench-algorithms",
+        measure,
+        epochs=epochs,
+        rows_file=home / "bench" / "algorithms.jsonl",
+        resume=resume,
+    ):
+        rows.append(row)
+        if as_json:
+            print(row.model_dump_json(), flush=True)
+    pairs = compare_sides(rows)
+    print("\n".join(pair.model_dump_json() for pair in pairs) if as_json else table(rows, pairs))
 
 
 @app.command()
@@ -94,3 +144,22 @@ def capture(
     print(json.dumps(report.model_dump(mode="json"), indent=2) if as_json else report.table())
     if report.ratio < 0.9 and not as_json:
         print("capture is more than 10 % slower than the fastest prefill", file=sys.stderr)
+
+
+def require_peer(peer: Path) -> None:
+    """ConfigError where the peer's environment is missing."""
+    if not (peer / "bin" / "python").exists():
+        raise ConfigError(f"there is no environment of the peer at {peer}", mend="python3 infra/setup.py --peer")
+
+
+def bench_settings(run: Run, states: StageResult, schedule: Literal["none", "linear"] = "none") -> BenchSettings:
+    """What both trainers are told of a recipe."""
+    from speculators_core.bench.training import BenchSettings
+
+    return BenchSettings(
+        states=str(run.store.path(states.ref)),
+        verifier=str(run.verifier),
+        draft_vocabulary=run.recipe.draft_vocabulary or run.facts.vocab_size,
+        row_tokens=run.recipe.training.row_tokens,
+        schedule=schedule,
+    )

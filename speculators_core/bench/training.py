@@ -8,6 +8,7 @@ both are measured by our own validation of the weights that each ended with.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -15,17 +16,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from speculators_core.build import TrainRequest, algorithm_of, open_states, supervised_counts
+from speculators_core.bench.cases import case
+from speculators_core.build import algorithm_of, open_states, supervised_counts
 from speculators_core.errors import TrainingError
 from speculators_core.training.callbacks.base import Callback
 from speculators_core.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig
+from speculators_core.training.request import TrainRequest
 from speculators_core.types import StrictModel
 
 if TYPE_CHECKING:
@@ -36,12 +40,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ALGORITHM: dict[str, Any] = {"kind": "eagle3", "ttt_steps": 3, "layers": 1, "style": "llama", "loss": "kl_div"}
+# what every case shares; the batches of all epochs come as one, so one epoch is told
 PEER_FLAGS = (
-    "--speculator-type eagle3 --num-layers 1 --draft-arch llama --ttt-steps 3 --ttt-step-loss-decay 1.0 "
-    "--loss-fn kl_div --norm-before-residual --norm-before-fc --norm-output --sliding-window 2048 "
     "--draft-attn-impl sdpa --loss-implementation eager --hidden-states-dtype bfloat16 --mask-token-id 0 "
-    "--optimizer adamw --weight-decay 0.01 --scheduler-type none --epochs 1 --checkpoint-freq 1 "
+    "--optimizer adamw --weight-decay 0.01 --epochs 1 --checkpoint-freq 1 "
     "--num-workers 1 --on-missing raise --log-freq 1000000"
 )
 
@@ -83,6 +85,7 @@ class BenchReport(StrictModel):
 class BenchSettings(StrictModel):
     """What both sides are told."""
 
+    case: str = Field("eagle3", description="algorithm, by its name in bench.cases")
     states: str = Field(description="directory of the hidden-state set")
     verifier: str = Field(description="directory of the verifier")
     draft_vocabulary: int = Field(8192, ge=1, description="D")
@@ -91,56 +94,92 @@ class BenchSettings(StrictModel):
     warmup_steps: int = Field(20, ge=1, description="steps before the clock starts")
     runs: int = Field(3, ge=1, description="runs of each side, alternating")
     threads: int = Field(2, ge=1, description="torch threads")
-    learning_rate: float = Field(1e-3, gt=0, description="constant rate of AdamW")
+    learning_rate: float = Field(1e-3, gt=0, description="peak rate of AdamW")
+    schedule: Literal["none", "linear"] = Field(
+        "none", description="constant, or linear to zero after a warm-up of 1 %"
+    )
     seed: int = Field(0, ge=0, description="of weights and order")
+
+    @property
+    def schedule_warmup(self) -> int:
+        """Steps over which the learning rate rises."""
+        return 0 if self.schedule == "none" else self.steps // 100
+
+
+class Measured(StrictModel):
+    """One run of one side."""
+
+    tokens_per_s: float = Field(description="non-padding tokens a second after the warm-up steps, loading included")
+    rise: int = Field(description="peak anonymous memory above its level after imports, in bytes")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both trainers, told the same: what they read, in which order, and where each leaves its weights."""
+
+    settings: BenchSettings
+    request: TrainRequest
+    rows: PackedRows
+    tokens: tuple[int, ...]  # of each step
+    commands: Mapping[str, Sequence[str]]
+    workspace: Path
+
+    @classmethod
+    def prepare(cls, settings: BenchSettings, peer_python: Path, workspace: Path) -> Pair:
+        """Write the jobs and the peer's copy of the states, which is reused where it is whole.
+
+        Args:
+            peer_python: interpreter of an environment with speculators 0.9.0 (and no torchvision).
+            workspace: scratch for the peer's copy of the states, jobs and weights; kept.
+        """
+        workspace.mkdir(parents=True, exist_ok=True)
+        request = _request(settings, workspace / "ours")
+        rows = _rows(request)
+        batches = _batches(rows, request.training, settings.steps)
+        peer_job = _prepare_peer(settings, request, batches, workspace)
+        our_job = workspace / "ours.json"
+        told = {"settings": settings.model_dump(mode="json"), "output": str(workspace / "ours")}
+        our_job.write_text(json.dumps(told))
+        commands = {
+            "ours": (sys.executable, "-m", "speculators_core.bench.training", str(our_job)),
+            "peer": (str(peer_python), str(Path(__file__).parent / "peer_child.py"), str(peer_job)),
+        }
+        tokens = tuple(sum(rows.lengths[row] for row in batch) for batch in batches)
+        return cls(settings, request, rows, tokens, commands, workspace)
+
+    def run(self, side: str, timeout_s: float) -> Measured:
+        """Train one side once. TrainingError when its process failed, with the tail of its log."""
+        result = _run(self.commands[side], self.workspace / f"{side}-result.json", self.settings, timeout_s)
+        first, last = self.settings.warmup_steps, self.settings.steps
+        seconds = result["times"][last - 1] - result["times"][first - 1]
+        return Measured(tokens_per_s=sum(self.tokens[first:last]) / seconds, rise=result["rise"])
+
+    def side(self, side: str, runs: Sequence[Measured]) -> Side:
+        """A side's figures over its runs, and our validation of the weights that its last run ended with."""
+        weights = self.workspace / f"{side}-weights" / "model.safetensors"
+        return _side(runs, self.request, self.rows, weights)
+
+    def draft(self, side: str) -> Path:
+        """The trained draft as a directory that vLLM serves: the peer's as it saved it, ours as we export it."""
+        directory = self.workspace / f"{side}-weights"
+        return directory if side == "peer" else _export_ours(self.request, directory, self.workspace / "ours-draft")
 
 
 def bench_training(
-    states_dir: Path,
-    verifier_dir: Path,
-    peer_python: Path,
-    workspace: Path,
-    *,
-    settings: BenchSettings | None = None,
-    timeout_s: float = 1800,
+    peer_python: Path, workspace: Path, settings: BenchSettings, *, timeout_s: float = 1800
 ) -> BenchReport:
-    """Train both and compare.
-
-    Args:
-        peer_python: interpreter of an environment with speculators 0.9.0 (and no torchvision).
-        workspace: scratch for the peer's copy of the states, jobs and weights; kept.
+    """Train both in turns and compare; arguments as in `Pair.prepare`.
 
     Raises:
         TrainingError: a child failed; its log's tail is quoted.
     """
-    settings = settings or BenchSettings(states=str(states_dir), verifier=str(verifier_dir))
-    workspace.mkdir(parents=True, exist_ok=True)
-    request = _request(settings, workspace / "ours")
-    rows = _rows(request)
-    batches = _batches(rows, request.training, settings.steps)
-    tokens = [sum(rows.lengths[row] for row in batch) for batch in batches]
-    peer_job = _prepare_peer(settings, request, batches, workspace)
-    our_job = workspace / "ours.json"
-    our_job.write_text(json.dumps({"settings": settings.model_dump(mode="json"), "output": str(workspace / "ours")}))
-    commands: dict[str, Callable[[], list[str]]] = {
-        "ours": lambda: [sys.executable, "-m", "speculators_core.bench.training", str(our_job)],
-        "peer": lambda: [str(peer_python), str(Path(__file__).parent / "peer_child.py"), str(peer_job)],
-    }
-    rates: dict[str, list[float]] = {"ours": [], "peer": []}
-    rises: dict[str, list[int]] = {"ours": [], "peer": []}
+    pair = Pair.prepare(settings, peer_python, workspace)
+    runs: dict[str, list[Measured]] = {"ours": [], "peer": []}
     for run in range(settings.runs):
-        for side in ("ours", "peer"):
-            result = _run(commands[side](), workspace / f"{side}-result.json", settings, timeout_s)
-            first, last = settings.warmup_steps, settings.steps
-            seconds = result["times"][last - 1] - result["times"][first - 1]
-            rates[side].append(sum(tokens[first:last]) / seconds)
-            rises[side].append(result["rise"])
-            log.info("bench run=%d side=%s tokens_per_s=%.0f", run, side, rates[side][-1])
-    sides = {
-        side: _side(rates[side], rises[side], request, rows, workspace / f"{side}-weights" / "model.safetensors")
-        for side in ("ours", "peer")
-    }
-    ours, peer = sides["ours"], sides["peer"]
+        for side, measured in runs.items():
+            measured.append(pair.run(side, timeout_s))
+            log.info("bench run=%d side=%s tokens_per_s=%.0f", run, side, measured[-1].tokens_per_s)
+    ours, peer = (pair.side(side, measured) for side, measured in runs.items())
     return BenchReport(
         steps=settings.steps,
         warmup_steps=settings.warmup_steps,
@@ -155,6 +194,11 @@ def bench_training(
     )
 
 
+def packed_rows(settings: BenchSettings) -> PackedRows:
+    """The training rows as both sides see them."""
+    return _rows(_request(settings, Path()))
+
+
 def _request(settings: BenchSettings, output: Path) -> TrainRequest:
     from speculators_core.states.sets import StateSet
 
@@ -163,14 +207,14 @@ def _request(settings: BenchSettings, output: Path) -> TrainRequest:
         max_steps=settings.steps,
         row_tokens=settings.row_tokens,
         optimizer=OptimizerConfig(learning_rate=settings.learning_rate, betas=(0.9, 0.999)),
-        schedule=ScheduleConfig(kind="none", warmup_steps=0),
+        schedule=ScheduleConfig(kind=settings.schedule, warmup_steps=settings.schedule_warmup),
         threads=settings.threads,
         seed=settings.seed,
     )
     return TrainRequest(
         states=settings.states,
         verifier=settings.verifier,
-        algorithm={**ALGORITHM, "aux_layers": StateSet.open(Path(settings.states)).layer_ids[:-1]},
+        algorithm={**case(settings.case).ours, "aux_layers": StateSet.open(Path(settings.states)).layer_ids[:-1]},
         training=training,
         draft_vocabulary_size=settings.draft_vocabulary,
         output=str(output),
@@ -233,7 +277,8 @@ def _prepare_peer(settings: BenchSettings, request: TrainRequest, batches: Seque
     from speculators_core.states.peer import export_peer
     from speculators_core.states.sets import StateSet
 
-    data = workspace / "peer-data"
+    # beside the workspace, so that runs over the same states share the copy
+    data = workspace.parent / f"peer-data-{hashlib.sha256(settings.states.encode()).hexdigest()[:16]}"
     states = StateSet.open(Path(settings.states))
     if not (data / "dataset_info.json").is_file():
         ordered: Any = _TrainFirst(states)
@@ -253,9 +298,12 @@ def _prepare_peer(settings: BenchSettings, request: TrainRequest, batches: Seque
         "--train-data-ratio": (train_rows + 0.5) / states.num_rows,
         "--lr": settings.learning_rate,
         "--seed": settings.seed,
+        "--scheduler-type": settings.schedule,
     }
+    if settings.schedule != "none":
+        values |= {"--scheduler-warmup-steps": settings.schedule_warmup, "--scheduler-total-steps": settings.steps}
     layers = [str(layer) for layer in states.layer_ids[:-1]]
-    arguments = [*PEER_FLAGS.split(), "--target-layer-ids", *layers]
+    arguments = [*case(settings.case).peer.split(), *PEER_FLAGS.split(), "--target-layer-ids", *layers]
     arguments += [text for name, value in values.items() for text in (name, str(value))]
     job = workspace / "peer.json"
     told = {
@@ -269,7 +317,7 @@ def _prepare_peer(settings: BenchSettings, request: TrainRequest, batches: Seque
     return job
 
 
-def _run(command: list[str], result: Path, settings: BenchSettings, timeout_s: float) -> dict[str, Any]:
+def _run(command: Sequence[str], result: Path, settings: BenchSettings, timeout_s: float) -> dict[str, Any]:
     result.unlink(missing_ok=True)
     log_file = result.with_suffix(".log")
     threads = str(settings.threads)
@@ -287,7 +335,20 @@ def _run(command: list[str], result: Path, settings: BenchSettings, timeout_s: f
     return content
 
 
-def _side(rates: Sequence[float], rises: Sequence[int], request: TrainRequest, rows: PackedRows, weights: Path) -> Side:
+def _export_ours(request: TrainRequest, weights: Path, target: Path) -> Path:
+    import safetensors.torch
+
+    from speculators_core.formats.card import ModelCard
+    from speculators_core.formats.directory import write_draft
+    from speculators_core.training.weights import load_trained_tensors
+
+    algorithm, settings = algorithm_of(request.algorithm)
+    model, _ = _model(request)
+    load_trained_tensors(model, safetensors.torch.load_file(weights / "model.safetensors"))
+    return write_draft(target, algorithm.export(settings, model, request.verifier), ModelCard(title="bench"))
+
+
+def _side(runs: Sequence[Measured], request: TrainRequest, rows: PackedRows, weights: Path) -> Side:
     import safetensors.torch
     import torch
 
@@ -303,9 +364,9 @@ def _side(rates: Sequence[float], rises: Sequence[int], request: TrainRequest, r
     validator = Validator(held_out, rows.objective, request.training.validation, world)
     report = validator(model, torch.autocast("cpu", torch.bfloat16))
     return Side(
-        tokens_per_s=round(statistics.median(rates), 1),
-        runs=tuple(round(rate, 1) for rate in rates),
-        peak_memory_mib=round(max(rises) / 2**20, 1),
+        tokens_per_s=round(statistics.median(run.tokens_per_s for run in runs), 1),
+        runs=tuple(round(run.tokens_per_s, 1) for run in runs),
+        peak_memory_mib=round(max(run.rise for run in runs) / 2**20, 1),
         loss=report.loss,
         eal=report.eal,
     )
@@ -341,7 +402,8 @@ def _train_ours(job: dict[str, Any]) -> None:
     settings = BenchSettings.model_validate(job["settings"])
     output = Path(job["output"])
     torch.set_num_threads(settings.threads)
-    for name in ("algorithms.eagle3.build", "algorithms.eagle3.objective", "states.sets"):  # loaded lazily otherwise
+    kind = case(settings.case).ours["kind"]
+    for name in (f"algorithms.{kind}.build", f"algorithms.{kind}.objective", "states.sets"):  # loaded lazily otherwise
         import_module(f"speculators_core.{name}")
     memory = PeakAnonymousMemory()
     request = _request(settings, output)

@@ -16,13 +16,15 @@ import pytest
 import safetensors.torch
 import torch
 
-from speculators_core.build import EXIT_INTERRUPTED, TrainRequest, export, read_outcome, train, train_command
+from speculators_core.build import export, train
 from speculators_core.errors import ConfigError, Interrupted, TrainingError
 from speculators_core.formats.card import ModelCard
 from speculators_core.states.collect import Collector
 from speculators_core.states.shards import RowContent, StatesFacts
 from speculators_core.training import checkpoints
 from speculators_core.training.callbacks.metrics_log import read_metrics
+from speculators_core.training.request import TrainRequest
+from speculators_core.training_process import EXIT_INTERRUPTED, read_outcome, train_command
 from tests.environment import ROOT, child_environment
 
 VOCABULARY, HIDDEN, LAYERS = 96, 32, 6
@@ -292,7 +294,7 @@ def test_the_peer_trains_on_the_same_rows(states: Path, verifier: Path, tmp_path
         states=str(states), verifier=str(verifier), draft_vocabulary=64, row_tokens=128, steps=30, warmup_steps=5,
         runs=1, threads=1, learning_rate=0.003,
     )  # fmt: skip
-    report = bench_training(states, verifier, peer, tmp_path / "bench", settings=settings)
+    report = bench_training(peer, tmp_path / "bench", settings)
     assert report.ours.loss < 1.5 * report.peer.loss  # a few rows: the real sizes are for `bench train`
     assert report.ours.tokens_per_s > 0 and report.peer.peak_memory_mib > 0
     assert report.table().count("\n") == 3
