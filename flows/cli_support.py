@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from speculators_core.config import Recipe
-    from speculators_core.stages import Run, StageResult
+    from speculators_core.run import Run, StageResult
     from tasks.adapters.settings import Settings
 
 RecipeArgument = Annotated[
@@ -48,7 +48,8 @@ def run_stages(
 ) -> tuple[list[StageResult], Run]:
     """Run the stages up to `last`, without Prefect and MLflow; print what each did."""
     settings = prepare_environment()
-    from speculators_core.stages import Run, run_until
+    from speculators_core.run import Run
+    from speculators_core.stages import run_until
 
     run = Run(load(recipe, overrides), settings.home, progress=None if as_json else ProgressLine())
     results: list[StageResult] = []

@@ -32,7 +32,7 @@ def examine(settings: Settings, recipe: Recipe | None) -> list[Finding]:
         ("mlflow", lambda: check_mlflow(settings)),
     ]
     if recipe is not None:
-        from speculators_core.stages import Run
+        from speculators_core.run import Run
 
         run = Run(recipe, settings.home)
         checks += [
@@ -80,7 +80,7 @@ def check_mlflow(settings: Settings) -> str:
 def check_recipe(run: object) -> str:
     """Everything about a recipe that can be wrong without an engine."""
     from speculators_core.preflight import check_inputs
-    from speculators_core.stages import Run
+    from speculators_core.run import Run
 
     assert isinstance(run, Run)
     check_inputs(run.recipe, run.facts, run.verifier, run.layer_ids)

@@ -1,17 +1,6 @@
-"""Composition root: a request in JSON becomes a trained draft. The only module that sees every part of training.
+"""Composition root of training: from states, a verifier and settings to a draft. It sees every part of training.
 
-    python -m speculators_core.build request.json
-
-is the child process that trains (itself under torchrun when the request asks for several processes). It writes into the
-request's output directory, so that whoever started it can follow and, after a kill, start it again:
-
-    metrics.jsonl                  one line for each logged step and validation
-    checkpoints/                   where a rerun goes on from; removed when the run has finished
-    best/                          the best weights
-    draft_vocabulary.safetensors   d2t and t2d, when the draft's vocabulary is reduced
-    run.json                       what the directory is claimed for: states and draft
-    result.json                    the end: numbers of the run
-    outcome.json                   finished, interrupted or failed, with the error's text
+Trains in this process; `training_process` is the child process around it.
 """
 
 from __future__ import annotations
@@ -19,16 +8,24 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
-from speculators_core import errors, registry
-from speculators_core.errors import ConfigError, DraftsmithError, Interrupted, TrainingError
+from speculators_core import registry
+from speculators_core.errors import ConfigError, TrainingError
 from speculators_core.training.config import TrainingConfig
+from speculators_core.training.request import (
+    BEST,
+    IDENTITY,
+    METRICS,
+    RESULT,
+    VOCABULARY,
+    TrainReport,
+    TrainRequest,
+    write_json,
+)
 from speculators_core.types import Algorithm, StrictModel
 
 if TYPE_CHECKING:
@@ -39,55 +36,6 @@ if TYPE_CHECKING:
     from speculators_core.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-EXIT_INTERRUPTED = 75
-"""Exit status after a signal: progress is saved, the same command goes on. (EX_TEMPFAIL of sysexits.)"""
-RESULT, OUTCOME, IDENTITY = "result.json", "outcome.json", "run.json"
-VOCABULARY, BEST = "draft_vocabulary.safetensors", "best"
-
-
-class TrainRequest(StrictModel):
-    """All that a training process is told."""
-
-    states: str = Field(description="directory of the hidden-state set")
-    verifier: str = Field(description="directory of the verifier that the states come from")
-    algorithm: dict[str, Any] = Field(description="`kind`, and that algorithm's own knobs")
-    training: TrainingConfig = Field(default_factory=TrainingConfig, description="how to train")
-    draft_vocabulary_size: int | None = Field(None, ge=1, description="tokens the draft can propose; null: all")
-    output: str = Field(description="directory to write into, and to go on in")
-    warm_start: str | None = Field(
-        None, description="checkpoint or exported draft whose trainable weights to start from; null: random ones"
-    )
-
-
-class TrainReport(StrictModel):
-    """`result.json`: what a finished run has to say."""
-
-    steps: int = Field(description="optimiser steps")
-    epochs: int = Field(description="whole epochs")
-    tokens: int = Field(description="non-padding tokens trained on, repeated epochs included")
-    seconds: float = Field(description="wall-clock seconds of training, those before a resume included")
-    tokens_per_s: float = Field(description="tokens / seconds, validations and checkpoints included")
-    processes: int = Field(description="data-parallel processes")
-    clipped_rows: int = Field(description="training rows longer than row_tokens, cut to it")
-    fill: float = Field(description="share of the packed rows that is not padding")
-    best_step: int = Field(description="step of the weights in best/")
-    validation: dict[str, Any] = Field(description="loss, eal, eal_mean_positions, per_position … of the best weights")
-    stopped: str | None = Field(description="why the run ended before its last step, if it did")
-    warm_start: bool = Field(description="whether it began from another draft's weights")
-    trainable_parameters: int = Field(description="numbers that training changed")
-
-
-class Outcome(StrictModel):
-    """`outcome.json`: how the last process ended, for whoever started it."""
-
-    outcome: Literal["finished", "interrupted", "failed"] = Field(description="how it ended")
-    error: str | None = Field(None, description="class name of the error")
-    what: str | None = Field(None, description="the error's sentence")
-    mend: str | None = Field(None, description="what to do about it")
-
-
-# ------------------------------------------------------------------------------------------------ training
 
 
 def train(request: TrainRequest) -> TrainReport:
@@ -140,7 +88,7 @@ def require_same_run(request: TrainRequest) -> None:
     path = Path(request.output) / IDENTITY
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, json.dumps(identity, indent=1))
+        write_json(path, json.dumps(identity, indent=1))
         return
     claimed = json.loads(path.read_text())
     other = sorted(name for name, value in identity.items() if claimed.get(name) != value)
@@ -182,7 +130,7 @@ def _assemble(request: TrainRequest, world: World) -> tuple[Trainer, int, float]
     if plan.clipped:
         log.warning("%d of %d rows are longer than row_tokens=%d and are clipped", plan.clipped, len(rows.lengths),
                     config.row_tokens)  # fmt: skip
-    metrics_log = MetricsLog(output / "metrics.jsonl", config.log_every_steps)
+    metrics_log = MetricsLog(output / METRICS, config.log_every_steps)
     validator = Validator(held_out, objective, config.validation, world)
     saving = Checkpointing(output / "checkpoints", config.checkpoint)
     trainer = Trainer(
@@ -287,7 +235,7 @@ def _report(request: TrainRequest, trainer: Trainer, clipped: int, fill: float) 
 def _finish(output: Path, config: TrainingConfig, report: TrainReport) -> None:
     from speculators_core.training import checkpoints
 
-    _write(output / RESULT, report.model_dump_json(indent=1))
+    write_json(output / RESULT, report.model_dump_json(indent=1))
     if not config.checkpoint.keep_when_finished:
         checkpoints.prune(output / "checkpoints", 0)
 
@@ -351,100 +299,3 @@ def export_untrained(
         vocabulary = select_draft_vocabulary(counts, draft_vocabulary_size, verifier_size)
     model = algorithm.build(settings, verifier, vocabulary, 0)
     return write_draft(target, algorithm.export(settings, model, publish), card)
-
-
-# ------------------------------------------------------------------------------------------------ the child process
-
-
-def train_command(request_file: Path, *, python: str = sys.executable) -> list[str]:
-    """The command that trains as asked in `request_file`; it ends with 0, EXIT_INTERRUPTED, or 1."""
-    return [python, "-m", "speculators_core.build", str(request_file)]
-
-
-def read_progress(output: Path) -> tuple[int, int] | None:
-    """(steps done, steps in all) of a running process, from its last line of metrics; None before the first."""
-    from speculators_core.training.callbacks.metrics_log import read_metrics
-
-    lines = [line for line in read_metrics(output / "metrics.jsonl") if line.get("kind") == "train"]
-    return (int(lines[-1]["step"]), int(lines[-1]["total_steps"])) if lines else None
-
-
-def read_outcome(output: Path) -> TrainReport:
-    """The report of a training process that has ended, or the error that it ended with, raised here again."""
-    try:
-        outcome = Outcome.model_validate_json((output / OUTCOME).read_text())
-    except (FileNotFoundError, ValidationError) as error:
-        raise TrainingError(
-            f"the training process ended without a word; {output / OUTCOME} does not tell why",
-            mend="see its log (out of memory?), then start again: it goes on from its last checkpoint",
-        ) from error
-    if outcome.outcome == "finished":
-        return TrainReport.model_validate_json((output / RESULT).read_text())
-    kind = getattr(errors, outcome.error or "", TrainingError)
-    assert isinstance(kind, type) and issubclass(kind, DraftsmithError)
-    raise kind(outcome.what or "training failed", mend=outcome.mend)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Child process: train, and leave `outcome.json`; several processes are launched by torchrun on this module."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    (request_file,) = argv
-    request = TrainRequest.model_validate_json(Path(request_file).read_text())
-    output = Path(request.output)
-    if request.training.processes > 1 and "LOCAL_RANK" not in os.environ:
-        return _launch(request_file, request)
-    is_main = os.environ.get("RANK", "0") == "0"
-    if is_main:
-        (output / OUTCOME).unlink(missing_ok=True)
-    try:
-        train(request)
-        outcome, status = Outcome(outcome="finished"), 0
-    except DraftsmithError as error:
-        stopped = isinstance(error, Interrupted)
-        outcome = Outcome(
-            outcome="interrupted" if stopped else "failed", error=type(error).__name__, what=error.what, mend=error.mend
-        )
-        status = EXIT_INTERRUPTED if stopped else 1
-        log.error("%s", error)
-    except BaseException as error:
-        _leave(output, Outcome(outcome="failed", error="TrainingError", what=f"{type(error).__name__}: {error}"))
-        raise
-    if is_main or outcome.outcome == "failed":
-        _leave(output, outcome)
-    return status
-
-
-def _launch(request_file: str, request: TrainRequest) -> int:
-    """Run the ranks under torchrun in this process; signals reach them through it."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
-    output = Path(request.output)
-    (output / OUTCOME).unlink(missing_ok=True)
-    count = request.training.processes
-    options = ["--standalone", f"--nproc-per-node={count}", "--shutdown-timeout=60"]
-    try:
-        torchrun([*options, "-m", "speculators_core.build", request_file])
-    except (ChildFailedError, SignalException) as error:
-        log.error("torchrun: %s", type(error).__name__)
-    try:
-        outcome = Outcome.model_validate_json((output / OUTCOME).read_text())
-    except FileNotFoundError:
-        return 1
-    return {"finished": 0, "interrupted": EXIT_INTERRUPTED, "failed": 1}[outcome.outcome]
-
-
-def _leave(output: Path, outcome: Outcome) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    _write(output / OUTCOME, outcome.model_dump_json(indent=1))
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(text + "\n")
-    partial.replace(path)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

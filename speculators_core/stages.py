@@ -9,108 +9,26 @@ Two processes that ask for the same key compute it once; a killed stage goes on 
 
 from __future__ import annotations
 
-import logging
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
-from speculators_core import registry
-from speculators_core.config import Recipe
 from speculators_core.data.rows import RowSet
-from speculators_core.engine.runtime import RuntimeInfo, probe_runtime
-from speculators_core.errors import DraftsmithError
 from speculators_core.provenance import versions
-from speculators_core.store import Store, input_digest
-from speculators_core.types import ArtifactRef, ProgressCallback, StrictModel
-from speculators_core.verifier.facts import VerifierFacts, read_facts
-from speculators_core.verifier.fingerprint import Fingerprint, capture_key, fingerprint
+from speculators_core.run import Run, StageResult, produce
+from speculators_core.store import input_digest
+from speculators_core.types import ArtifactRef
+from speculators_core.verifier.fingerprint import capture_key
 
 if TYPE_CHECKING:
-    from speculators_core.build import TrainRequest
     from speculators_core.engine.server import Engine
     from speculators_core.evaluation.report import EvaluationReport
     from speculators_core.formats.card import ModelCard
-
-log = logging.getLogger(__name__)
+    from speculators_core.training.request import TrainRequest
 
 # bump one when its stage's code changes what it writes
 VERSIONS = {"preflight": 1, "dataset": 1, "states": 1, "training": 1, "draft": 1, "baseline": 1}
 VERSIONS |= {"measurement": 1, "evaluation": 1}
-
-
-class StageResult(StrictModel):
-    """What a stage hands on: a reference and a few numbers, never data."""
-
-    name: str
-    ref: ArtifactRef
-    cached: bool
-    seconds: float
-    summary: dict[str, Any]
-    inputs: dict[str, str] = Field(default_factory=dict, description="digests of what went in, by name")
-
-
-class NotProduced(DraftsmithError):
-    """Raised instead of working when a run only looks (`status`, `--dry-run`)."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A recipe with its surroundings: state root, store, and what was read once.
-
-    only_look: find results, never make them · watch: entered, with the workspace, around a stage's work.
-    """
-
-    recipe: Recipe
-    home: Path
-    only_look: bool = False
-    progress: ProgressCallback | None = None
-    watch: Callable[[Path], AbstractContextManager[Any]] | None = None
-
-    @cached_property
-    def store(self) -> Store:
-        """The artifact store under the state root."""
-        return Store(os.environ.get("DRAFTSMITH_STORE") or str(self.home / "store"), scratch=self.home / "scratch")
-
-    @cached_property
-    def verifier(self) -> Path:
-        """The verifier's directory, absolute."""
-        return Path(self.recipe.verifier.path).absolute()
-
-    @cached_property
-    def facts(self) -> VerifierFacts:
-        """Sizes and conventions read from the verifier's config.json."""
-        return read_facts(self.verifier)
-
-    @cached_property
-    def fingerprint(self) -> Fingerprint:
-        """Digest of all that makes a draft stale."""
-        return fingerprint(self.verifier, home=self.home, template_kwargs=self.recipe.data.template_kwargs)
-
-    @cached_property
-    def runtime(self) -> RuntimeInfo:
-        """Version, build, device and model runner of the vLLM in use."""
-        return probe_runtime(self.recipe.runtime, home=self.home)
-
-    @cached_property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Auxiliary layers that the algorithm reads."""
-        algorithm = registry.resolve(str(self.recipe.algorithm["kind"]))
-        return algorithm.aux_layers(self.recipe.algorithm_config(), self.facts.num_hidden_layers)
-
-    @cached_property
-    def layer_ids(self) -> tuple[int, ...]:
-        """Captured layers: the auxiliary ones and the last."""
-        return (*self.aux_layers, self.facts.num_hidden_layers)
-
-
-# ------------------------------------------------------------------------------------------------------- the stages
 
 
 def preflight(run: Run) -> StageResult:
@@ -119,7 +37,7 @@ def preflight(run: Run) -> StageResult:
 
     check_inputs(run.recipe, run.facts, run.verifier, run.layer_ids)
     inputs = {"verifier config": run.fingerprint.parts["config"], "runtime": run.runtime.key}
-    key = input_digest("preflight", VERSIONS["preflight"], {**inputs, "draft": draft_shape(run)})
+    key = input_digest("preflight", VERSIONS["preflight"], {**inputs, "draft": run.draft_shape})
     return produce(
         run, "preflight", "preflight", key, inputs, lambda workspace: serve_untrained(run.recipe, run.home, workspace)
     )
@@ -178,17 +96,19 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
 
 def train(run: Run, states: ArtifactRef) -> StageResult:
     """This algorithm on these states, in a process of its own."""
+    from speculators_core.training_process import run_training
 
     inputs = {"states": states.digest, "verifier": run.fingerprint.digest}
     settings = {
-        "draft": draft_shape(run),
+        "draft": run.draft_shape,
         "training": run.recipe.training.model_dump(mode="json"),
         "versions": versions("torch"),
     }
     key = input_digest("train", VERSIONS["training"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
-        return run_trainer(run, train_request(run, run.store.path(states), workspace))
+        request = train_request(run, run.store.path(states), workspace)
+        return run_training(request, run.home, run.progress).model_dump(mode="json")
 
     return produce(run, "train", "training", key, inputs, build)
 
@@ -333,7 +253,7 @@ def require_same_rendering(run: Run, rows: RowSet, engine: Engine) -> None:
 
 def train_request(run: Run, states: Path, output: Path) -> TrainRequest:
     """What the training process is told."""
-    from speculators_core.build import TrainRequest
+    from speculators_core.training.request import TrainRequest
 
     return TrainRequest(
         states=str(states),
@@ -343,34 +263,6 @@ def train_request(run: Run, states: Path, output: Path) -> TrainRequest:
         draft_vocabulary_size=run.recipe.draft_vocabulary,
         output=str(output),
     )
-
-
-def run_trainer(run: Run, request: TrainRequest) -> dict[str, Any]:
-    """Train in a supervised process: it ends with us, and its limit and signals act on it.
-
-    Raises:
-        Interrupted, TrainingError, …: what the process says of its end.
-    """
-    from speculators_core import build as trainer
-    from speculators_core.processes import supervise
-
-    output = Path(request.output)
-    scratch = run.home / "scratch" / "train"
-    scratch.mkdir(parents=True, exist_ok=True)
-    request_file = scratch / f"{output.parent.name[:16]}.json"
-    request_file.write_text(request.model_dump_json(indent=1))
-    log_file = run.home / "logs" / f"trainer-{time.strftime('%Y%m%d-%H%M%S')}-{output.parent.name[:6]}.log"
-    log.info("training log=%s", log_file)
-    with supervise(trainer.train_command(request_file), name="trainer", home=run.home, log=log_file) as process:
-        try:
-            while process.poll() is None:
-                if run.progress is not None and (reached := trainer.read_progress(output)) is not None:
-                    run.progress(*reached)
-                time.sleep(0.5)
-        except KeyboardInterrupt:
-            process.stop(grace_s=20)  # SIGTERM: it saves a checkpoint and goes
-            raise
-    return trainer.read_outcome(output).model_dump(mode="json")
 
 
 def model_card(run: Run) -> ModelCard:
@@ -385,46 +277,3 @@ def model_card(run: Run) -> ModelCard:
         verifier_fingerprint=run.fingerprint.digest,
         facts={"verifier revision": verifier.revision} if verifier.revision else {},
     )
-
-
-def draft_shape(run: Run) -> dict[str, Any]:
-    """What decides the draft's tensors: algorithm, knobs, vocabulary."""
-    return {
-        "algorithm": run.recipe.algorithm_config().model_dump(mode="json"),
-        "vocabulary": run.recipe.draft_vocabulary,
-    }
-
-
-def produce(
-    run: Run,
-    stage: str,
-    kind: str,
-    key: str,
-    inputs: Mapping[str, str],
-    build: Callable[[Path], Mapping[str, Any]],
-) -> StageResult:
-    """Find the artifact of this key, or build it in a workspace that survives a kill, and publish it.
-
-    Args:
-        build: writes the files into the workspace and returns the artifact's metadata (JSON).
-    """
-    start = time.monotonic()
-
-    def result(ref: ArtifactRef, *, cached: bool) -> StageResult:
-        summary = dict(run.store.manifest(ref).meta)
-        seconds = time.monotonic() - start
-        log.info("stage=%s %s seconds=%.1f", stage, "cached" if cached else "done", seconds)
-        return StageResult(name=stage, ref=ref, cached=cached, seconds=seconds, summary=summary, inputs=dict(inputs))
-
-    if found := run.store.find(kind, key):
-        return result(found, cached=True)
-    if run.only_look:
-        raise NotProduced(f"{stage} has not been run for these inputs")
-    with run.store.single_flight(kind, key):
-        if found := run.store.find(kind, key):  # another process finished it while we waited
-            return result(found, cached=True)
-        workspace = run.store.workspace(kind, key)
-        log.info("stage=%s start", stage)
-        with run.watch(workspace) if run.watch else nullcontext():
-            meta = dict(build(workspace))
-        return result(run.store.publish(workspace, kind, key, meta, producer=versions()), cached=False)

@@ -14,7 +14,7 @@ from prefect.artifacts import create_markdown_artifact, create_progress_artifact
 from prefect.context import FlowRunContext
 
 from speculators_core.config import Recipe
-from speculators_core.stages import NotProduced, Run, StageResult
+from speculators_core.run import NotProduced, Run, StageResult
 from tasks.adapters.follow import follow_metrics
 from tasks.adapters.settings import settings
 from tasks.adapters.tracking import DatasetFacts, StageRun, Tracking

@@ -16,7 +16,8 @@ from speculators_core.data.rows import RowSet
 from speculators_core.lifecycle.gate import GateDecision, decide
 from speculators_core.lifecycle.promotion import CHALLENGER, CHAMPION, GATE_TAG
 from speculators_core.lifecycle.promotion import promote as move_champion
-from speculators_core.stages import Run, StageResult, read_evaluation
+from speculators_core.run import NotProduced, Run, StageResult
+from speculators_core.stages import read_evaluation
 from speculators_core.store.manifest import MANIFEST_NAME
 from speculators_core.summary import (
     AcceptanceSummary,
@@ -281,7 +282,7 @@ def describe_status(recipe: Recipe) -> Status:
     try:
         for result in stages.run_until(run, "evaluate"):
             lines.append(StatusLine(name=result.name, state="done", text=f"done     {result.ref.uri}"))
-    except stages.NotProduced as missing:
+    except NotProduced as missing:
         todo = stages.ORDER[len(lines) :]
         lines += [StatusLine(name=name, state="to do", text="to do") for name in todo]
         log.debug("%s", missing)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from speculators_core import stages
 from speculators_core.config import Recipe
-from speculators_core.stages import StageResult
+from speculators_core.run import StageResult
 from speculators_core.types import ArtifactRef
 from tasks.observe import observed
 from tasks.policies import stage_task

@@ -19,12 +19,12 @@ CORE_LAYERS = (
     {"engine", "formats", "verifier", "losses", "metrics"},
     {"states", "data"},
     {"algorithms", "training", "registry"},
-    {"build"},
+    {"build", "training_process"},
     {"evaluation"},
     {"lifecycle"},
     {"serving"},
     {"config", "bench", "summary"},
-    {"preflight"},
+    {"preflight", "run"},
     {"stages"},
 )
 TOP_LAYERS = ("speculators_core", "tasks", "flows", "deployments")
