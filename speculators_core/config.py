@@ -46,9 +46,12 @@ class VerifierConfig(StrictModel):
 
 
 class ExportConfig(StrictModel):
-    """What the model card says beyond what the run knows."""
+    """What leaves the run: what the model card says beyond what the run knows, and what may be exported."""
 
     data_license: str | None = Field(None, description="licence of the training data, for the model card")
+    allow_unservable: bool = Field(
+        False, description="train and export what the runtime cannot serve; it is not measured on the engine then"
+    )
 
 
 class Recipe(StrictModel):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from speculators_core import registry
 from speculators_core.build import export_untrained
 from speculators_core.config import Recipe
 from speculators_core.data.prepare import check_replies
@@ -19,6 +21,7 @@ from speculators_core.errors import ConfigError, EngineError
 from speculators_core.evaluation.served import served_directory
 from speculators_core.formats.card import ModelCard
 from speculators_core.states.gates import check_layers
+from speculators_core.types import DraftPlan
 from speculators_core.verifier.facts import VerifierFacts
 
 log = logging.getLogger(__name__)
@@ -39,6 +42,8 @@ def check_inputs(recipe: Recipe, facts: VerifierFacts, verifier: Path, layer_ids
             mend=f"set draft_vocabulary to at most {facts.vocab_size}, or to null for all of it",
         )
     check_layers(layer_ids, facts.num_hidden_layers)
+    plan = DraftPlan(verifier, facts.vocab_size, size, recipe.training.row_tokens, recipe.export.allow_unservable)
+    registry.resolve(str(recipe.algorithm["kind"])).check(recipe.algorithm_config(), plan)
     context = facts.max_position_embeddings
     if recipe.data.max_length > context:
         raise ConfigError(
@@ -55,8 +60,20 @@ def serve_untrained(recipe: Recipe, home: Path, workspace: Path) -> dict[str, An
     """Export an untrained draft, have the runtime serve it alone, and draft a few tokens.
 
     Raises:
-        EngineError: the runtime does not load the shape, or drafts nothing.
+        EngineError: the runtime does not load the shape, or drafts nothing, and `export.allow_unservable` is not set.
     """
+    try:
+        found = _serve_untrained(recipe, home)
+    except EngineError as error:
+        if not recipe.export.allow_unservable:
+            raise
+        log.warning("this draft cannot be served here, as export.allow_unservable permits: %s", error.what)
+        found = {"drafts": 0, "unservable": error.what}
+    (workspace / "preflight.json").write_text(json.dumps(found) + "\n")
+    return found
+
+
+def _serve_untrained(recipe: Recipe, home: Path) -> dict[str, Any]:
     started = time.monotonic()
     verifier = Path(recipe.verifier.path).absolute()
     with tempfile.TemporaryDirectory(prefix="preflight-", dir=ensure(home / "scratch")) as scratch:
@@ -88,9 +105,7 @@ def serve_untrained(recipe: Recipe, home: Path, workspace: Path) -> dict[str, An
             "the runtime served the untrained draft but never drafted with it",
             mend="look in the server's log for why speculation was turned off",
         )
-    found = {"drafts": drafts, "vllm": vllm, "seconds": round(time.monotonic() - started, 1)}
-    (workspace / "preflight.json").write_text(f'{{"drafts": {drafts}, "vllm": "{vllm}"}}\n')
-    return found
+    return {"drafts": drafts, "vllm": vllm, "seconds": round(time.monotonic() - started, 1)}
 
 
 def ensure(directory: Path) -> Path:

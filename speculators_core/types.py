@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -128,6 +129,21 @@ class ExportedDraft:
 
 
 @dataclass(frozen=True)
+class DraftPlan:
+    """What a recipe asks of an algorithm, as far as it is known before anything runs."""
+
+    verifier_dir: Path
+    vocab_size: int
+    draft_vocabulary: int | None
+    row_tokens: int
+    allow_unservable: bool
+
+
+def accept(config: StrictModel, plan: DraftPlan) -> None:
+    """Nothing beyond the typed config can be wrong."""
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """What a folder in `algorithms/` exports; trainer, tasks and flows see nothing else.
 
@@ -136,6 +152,7 @@ class Algorithm:
     objective   (config) -> Objective
     export      (config, model, publish) -> ExportedDraft
     aux_layers  (config, num_hidden_layers) -> auxiliary layer ids, ascending and distinct
+    check       (config, DraftPlan) -> None; ConfigError for what could only fail after capture or training
     """
 
     name: str
@@ -144,6 +161,7 @@ class Algorithm:
     objective: Callable[..., Objective]
     export: Callable[..., ExportedDraft]
     aux_layers: Callable[..., tuple[int, ...]]
+    check: Callable[..., None] = accept
 
 
 class ArtifactRef(StrictModel):
@@ -166,6 +184,7 @@ __all__ = [
     "ArtifactRef",
     "Batch",
     "Counted",
+    "DraftPlan",
     "ExportedDraft",
     "Json",
     "Objective",

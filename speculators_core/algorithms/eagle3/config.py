@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from speculators_core.algorithms._blocks.aux_layers import chosen_layers
 from speculators_core.algorithms._blocks.geometry import LayerStyle
 from speculators_core.errors import ConfigError
 from speculators_core.losses.terms import LossTerm, parse_loss
@@ -69,23 +70,5 @@ class Eagle3Config(StrictModel):
 
 
 def aux_layers(config: Eagle3Config, num_hidden_layers: int) -> tuple[int, ...]:
-    """Auxiliary layer ids, ascending: 0 is the embedding's output, i the residual stream after i layers.
-
-    Raises:
-        ConfigError: an id out of range, or named twice; the verifier too shallow for the default.
-    """
-    if config.aux_layers is not None:
-        ids = config.aux_layers
-    else:
-        ids = (2, num_hidden_layers // 2, num_hidden_layers - 3)
-        if not 0 <= ids[0] < ids[1] < ids[2]:
-            ids = tuple(sorted({max(0, num_hidden_layers - 3), max(0, num_hidden_layers - 2), num_hidden_layers - 1}))
-    outside = [index for index in ids if not 0 <= index < num_hidden_layers]
-    if outside:
-        raise ConfigError(
-            f"aux_layers {list(ids)}: {outside} lie outside 0..{num_hidden_layers - 1} of this verifier",
-            mend=f"name layers from 0 to {num_hidden_layers - 1}; the last state is captured anyway",
-        )
-    if len(set(ids)) != len(ids):
-        raise ConfigError(f"aux_layers {list(ids)} names a layer twice", mend="name each layer once")
-    return tuple(sorted(ids))
+    """Auxiliary layer ids, ascending; ConfigError where this verifier has no such layers."""
+    return chosen_layers(config.aux_layers, num_hidden_layers)
