@@ -1,4 +1,4 @@
-"""Which token stands for "to be drafted" in a parallel draft: an id that no conversation ever holds, if there is one."""
+"""Which token stands for "to be drafted" in a parallel draft: if there is one, an id that no conversation holds."""
 
 from __future__ import annotations
 

@@ -62,5 +62,5 @@ def test_padding_and_end_are_the_last_resort(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_nothing_left_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="algorithm.mask_token_id"):
+    with pytest.raises(ConfigError, match=r"algorithm\.mask_token_id"):
         chosen(write_verifier(tmp_path, eos_token_id=None))
