@@ -3,9 +3,10 @@
     candidate ── gate passed ──► champion          the displaced champion ──► previous
     champion ◄── rollback ────── previous
 
-A version pins its verifier by fingerprint, so moving `champion` moves the *pair*. The alias moves only if it still is
-where the caller saw it, under a lock of the state root, and every move is written ahead to an audit log: a move that
-the log does not hold was made by somebody else's hand, and `may_serve` says whether it may be followed.
+A version pins its verifier by fingerprint, so moving `champion` moves the *pair*. The alias moves only if what serves
+still is what the caller saw, under a lock of the state root. Every move is written ahead to an audit log, whose order
+is the order of events (clocks may jump), and a move that was cut off is finished by whoever comes next. A champion
+that the log does not know was made by somebody else's hand: `settle` follows it only where the version is proven.
 """
 
 from __future__ import annotations
@@ -15,18 +16,37 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol
 
+from pydantic import Field
+
 from speculators_core.errors import RegistryError
+from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG, cell_of
 from speculators_core.types import StrictModel
 
+__all__ = [
+    "CHALLENGER",
+    "CHAMPION",
+    "FINGERPRINT_TAG",
+    "GATE_TAG",
+    "PREVIOUS",
+    "RUNTIME_TAG",
+    "AliasRegistry",
+    "AuditEntry",
+    "Promotion",
+    "Settled",
+    "audit_log",
+    "may_serve",
+    "promote",
+    "rollback",
+    "settle",
+]
+
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
-FINGERPRINT_TAG = "verifier.fingerprint"
-RUNTIME_TAG = "runtime.key"
-GATE_TAG = "gate.outcome"
+Action = Literal["promote", "rollback", "follow", "refuse"]
 
 
 class AliasRegistry(Protocol):
@@ -50,15 +70,19 @@ class AliasRegistry(Protocol):
 
 
 class AuditEntry(StrictModel):
-    """One line of the audit log. `state` is intended (written before the move) and then done."""
+    """One line of the audit log. A move is intended (written before it) and then done.
 
-    time: float
+    promote, rollback: moves of ours · follow: a move by other hands that was taken over · refuse: one that was not, so
+    that `from_version` goes on serving. to_version is None where other hands removed the alias.
+    """
+
+    time: float = Field(description="seconds since 1970 by the writer's clock; the log's order counts, not this")
     model: str
-    action: Literal["promote", "rollback"]
+    action: Action
     state: Literal["intended", "done"]
     who: str
     from_version: str | None
-    to_version: str
+    to_version: str | None
     why: str
     forced: bool = False
 
@@ -72,23 +96,33 @@ class Promotion(StrictModel):
     changed: bool
 
 
+class Settled(StrictModel):
+    """What serves, and what the alias says where other hands have moved it."""
+
+    version: str | None = Field(description="the version that serves; None: none yet")
+    alias: str | None = Field(description="the version that `champion` names")
+    reason: str
+    news: bool = Field(description="whether this call found the move, and wrote it down")
+
+
 def may_serve(tags: Mapping[str, str], *, verifier_fingerprint: str, runtime_key: str) -> tuple[bool, str]:
     """Whether a version with these tags may serve this verifier on this runtime, and why not.
 
-    A missing tag is a reason against: nobody has shown that the pair works.
+    Only a proven cell of the matrix will do: nobody has shown that an untested pair works.
     """
+    cell = cell_of(tags, verifier_fingerprint=verifier_fingerprint, runtime_key=runtime_key)
+    if cell.state == "proven":
+        return True, "it passed the gate on this verifier and runtime"
+    if cell.outcome is not None:
+        return False, f"the gate's outcome on this verifier and runtime is {cell.outcome}"
     for tag, wanted, thing in (
         (FINGERPRINT_TAG, verifier_fingerprint, "verifier"),
         (RUNTIME_TAG, runtime_key, "runtime"),
     ):
-        found = tags.get(tag)
-        if found != wanted:
+        if (found := tags.get(tag)) != wanted:
             said = f"{found[:12]}…" if found else "none"
-            return False, f"it was measured on another {thing} (`{tag}` is {said}, wanted {wanted[:12]}…)"
-    outcome = tags.get(GATE_TAG)
-    if outcome != "pass":
-        return False, f"it has not passed the gate (`{GATE_TAG}` is {outcome or 'none'})"
-    return True, "it passed the gate on this verifier and runtime"
+            return False, f"it is untested on this {thing} (`{tag}` is {said}, wanted {wanted[:12]}…)"
+    return False, "it is untested on this verifier and runtime: the gate has not looked"
 
 
 def promote(
@@ -104,81 +138,77 @@ def promote(
     home: Path,
     force: bool = False,
 ) -> Promotion:
-    """Make `version` the champion if the champion still is `expected`; remember the displaced one as `previous`.
+    """Make `version` the champion if what serves still is `expected`; remember the displaced one as `previous`.
 
     Running it again after a kill at any point ends in the same state.
 
     Args:
-        expected: the champion that the gate compared with; None where nothing served.
+        expected: the version that the gate compared with; None where nothing served.
         force: promote against `may_serve`; the audit entry says so, with `who`.
 
     Raises: RegistryError when another promotion came first, or the version may not serve.
     """
     with _locked(home, model):
-        champion = registry.get_alias(model, CHAMPION)
+        _finish(registry, model, home)
+        serving = _settle(registry, model, None, home)
         tags = registry.tags(model, version)
-        if champion == version:
-            _clear_challenger(registry, model, version)  # a kill may have come between the two
+        if serving.version == version == serving.alias:
             return Promotion(model=model, version=version, displaced=None, changed=False)
-        if champion != expected:
+        if serving.version != expected:
             raise RegistryError(
-                f"the champion of {model} is {_named(champion)}, not {_named(expected)} as the gate saw it",
+                f"the champion of {model} is {_named(serving.version)}, not {_named(expected)} as the gate saw it",
                 mend="evaluate the candidate against the present champion, then promote again",
             )
         allowed, reason = may_serve(tags, verifier_fingerprint=verifier_fingerprint, runtime_key=runtime_key)
         if not allowed and not force:
-            raise RegistryError(f"version {version} of {model} may not serve: {reason}", mend="evaluate it first")
-        entry = AuditEntry(
-            time=time.time(),
-            model=model,
-            action="promote",
-            state="intended",
-            who=who,
-            from_version=champion,
-            to_version=version,
-            why=why if allowed else f"{why} (forced although {reason})",
-            forced=not allowed,
-        )
-        _append(home, entry)
-        if champion is not None:
-            registry.set_alias(model, PREVIOUS, champion)
-        registry.set_alias(model, CHAMPION, version)
-        _clear_challenger(registry, model, version)
-        _append(home, entry.model_copy(update={"state": "done", "time": time.time()}))
-        return Promotion(model=model, version=version, displaced=champion, changed=True)
+            raise RegistryError(
+                f"version {version} of {model} may not serve: {reason}", mend="test it on this verifier and runtime"
+            )
+        entry = _entry(model, "promote", expected, version, who, why, forced=None if allowed else reason)
+        _move(registry, home, entry)
+        return Promotion(model=model, version=version, displaced=expected, changed=True)
 
 
-def rollback(registry: AliasRegistry, model: str, *, expected: str, who: str, why: str, home: Path) -> Promotion:
-    """Make `previous` the champion again if the champion still is `expected`.
+def rollback(registry: AliasRegistry, model: str, *, expected: str | None, who: str, why: str, home: Path) -> Promotion:
+    """Undo the last move of `champion`, if it still is `expected`: ours, or one by other hands.
 
-    `previous` is removed, so that two rollbacks never bring back the version that disappointed.
+    `previous` is used up, so that two rollbacks never bring back the version that disappointed.
 
-    Raises: RegistryError when the champion has changed, or there is nothing to roll back to.
+    Raises: RegistryError when the champion has changed, there is nothing to roll back to, or that version is gone.
     """
     with _locked(home, model):
-        champion, previous = registry.get_alias(model, CHAMPION), registry.get_alias(model, PREVIOUS)
+        finished = _finish(registry, model, home)
+        if finished is not None and finished.action == "rollback" and finished.from_version == expected:
+            return _promotion(finished)  # it was cut off, and asked for again
+        champion, entries = registry.get_alias(model, CHAMPION), audit_log(home, model)
         if champion != expected:
             raise RegistryError(
                 f"the champion of {model} is {_named(champion)}, not {_named(expected)}: it was moved meanwhile",
-                mend="look at the audit log before rolling back",
+                mend="look at `draftsmith history` before rolling back",
             )
-        if previous is None or previous == champion:
+        served = _served(entries)
+        target = registry.get_alias(model, PREVIOUS) if served in (None, champion) else served
+        if target is None or target == champion:
             raise RegistryError(f"{model} has no previous version to roll back to", mend="promote a version by name")
-        entry = AuditEntry(
-            time=time.time(),
-            model=model,
-            action="rollback",
-            state="intended",
-            who=who,
-            from_version=champion,
-            to_version=previous,
-            why=why,
-        )
-        _append(home, entry)
-        registry.set_alias(model, CHAMPION, previous)
-        registry.delete_alias(model, PREVIOUS)
-        _append(home, entry.model_copy(update={"state": "done", "time": time.time()}))
-        return Promotion(model=model, version=previous, displaced=champion, changed=True)
+        registry.tags(model, target)  # it must still exist
+        entry = _entry(model, "rollback", champion, target, who, why)
+        _move(registry, home, entry)
+        return _promotion(entry)
+
+
+def settle(registry: AliasRegistry, model: str, *, pair: tuple[str, str] | None, home: Path) -> Settled:
+    """Which version serves now, moves by other hands included; what serving asks before it follows the alias.
+
+    A hand-made move is followed where the version is proven for the pair: it then counts as a promotion. Else what
+    served goes on serving. Either is written to the audit log, once.
+
+    Args:
+        pair: fingerprint of the verifier and key of the runtime at hand; None: those that the version was registered
+            for, where one asks what serves and has no engine at hand.
+    """
+    with _locked(home, model):
+        _finish(registry, model, home)
+        return _settle(registry, model, pair, home)
 
 
 def audit_log(home: Path, model: str) -> tuple[AuditEntry, ...]:
@@ -192,15 +222,95 @@ def audit_log(home: Path, model: str) -> tuple[AuditEntry, ...]:
     return tuple(entry for entry in entries if entry.model == model)
 
 
-def moved_by_us(home: Path, model: str, version: str) -> bool:
-    """Whether the audit log's last move of this model was to `version`."""
-    entries = audit_log(home, model)
-    return bool(entries) and entries[-1].to_version == version
+def _served(entries: Sequence[AuditEntry]) -> str | None:
+    """The version that serves by the log: where the last finished move led."""
+    done = [entry for entry in entries if entry.state == "done" and entry.action != "refuse"]
+    return done[-1].to_version if done else None
 
 
-def _clear_challenger(registry: AliasRegistry, model: str, version: str) -> None:
+def _move(registry: AliasRegistry, home: Path, entry: AuditEntry) -> None:
+    _append(home, entry)
+    assert entry.to_version is not None
+    registry.set_alias(entry.model, CHAMPION, entry.to_version)
+    _complete(registry, home, entry)
+
+
+def _complete(registry: AliasRegistry, home: Path, entry: AuditEntry) -> None:
+    """What follows once `champion` has moved; every step may be repeated."""
+    model, version = entry.model, entry.to_version
+    if entry.action == "rollback":
+        if registry.get_alias(model, PREVIOUS) == version:
+            registry.delete_alias(model, PREVIOUS)
+    elif entry.from_version not in (None, version):
+        assert entry.from_version is not None
+        registry.set_alias(model, PREVIOUS, entry.from_version)
     if registry.get_alias(model, CHALLENGER) == version:
         registry.delete_alias(model, CHALLENGER)
+    _append(home, entry.model_copy(update={"state": "done", "time": time.time()}))
+
+
+def _finish(registry: AliasRegistry, model: str, home: Path) -> AuditEntry | None:
+    """Finish a move that was cut off after `champion` had moved; one cut off before that has changed nothing."""
+    entries = audit_log(home, model)
+    if not entries or entries[-1].state == "done" or registry.get_alias(model, CHAMPION) != entries[-1].to_version:
+        return None
+    _complete(registry, home, entries[-1])
+    return entries[-1]
+
+
+def _settle(registry: AliasRegistry, model: str, pair: tuple[str, str] | None, home: Path) -> Settled:
+    champion, entries = registry.get_alias(model, CHAMPION), audit_log(home, model)
+    served = _served(entries)
+    if champion == served:
+        return Settled(version=served, alias=champion, reason="the last move was ours", news=False)
+    allowed, reason = False, "the alias was removed"
+    if champion is not None:
+        try:
+            tags = registry.tags(model, champion)
+            fingerprint, runtime = pair or (tags.get(FINGERPRINT_TAG, ""), tags.get(RUNTIME_TAG, ""))
+            allowed, reason = may_serve(tags, verifier_fingerprint=fingerprint, runtime_key=runtime)
+        except RegistryError as error:
+            if not _gone(registry, model, champion):
+                raise
+            reason = error.what
+    action: Action = "follow" if allowed else "refuse"
+    why = f"`{CHAMPION}` was moved by other hands: {reason}"
+    entry = _entry(model, action, served, champion, "unknown", why)
+    if allowed:
+        _append(home, entry)
+        _complete(registry, home, entry)
+        return Settled(version=champion, alias=champion, reason=why, news=True)
+    last = entries[-1] if entries else None
+    news = last is None or (last.action, last.to_version, last.why) != (action, champion, why)
+    if news:
+        _append(home, entry.model_copy(update={"state": "done"}))
+    return Settled(version=served, alias=champion, reason=why, news=news)
+
+
+def _gone(registry: AliasRegistry, model: str, version: str) -> bool:
+    """Whether the registry answers, so that its refusal to show a version means that there is none."""
+    return registry.get_alias(model, CHAMPION) == version
+
+
+def _entry(
+    model: str, action: Action, old: str | None, new: str | None, who: str, why: str, *, forced: str | None = None
+) -> AuditEntry:
+    return AuditEntry(
+        time=time.time(),
+        model=model,
+        action=action,
+        state="intended",
+        who=who,
+        from_version=old,
+        to_version=new,
+        why=why if forced is None else f"{why} (forced although {forced})",
+        forced=forced is not None,
+    )
+
+
+def _promotion(entry: AuditEntry) -> Promotion:
+    assert entry.to_version is not None
+    return Promotion(model=entry.model, version=entry.to_version, displaced=entry.from_version, changed=True)
 
 
 def _append(home: Path, entry: AuditEntry) -> None:

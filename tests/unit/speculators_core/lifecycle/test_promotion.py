@@ -19,9 +19,9 @@ from speculators_core.lifecycle.promotion import (
     Promotion,
     audit_log,
     may_serve,
-    moved_by_us,
     promote,
     rollback,
+    settle,
 )
 
 GOOD = {FINGERPRINT_TAG: "f" * 64, RUNTIME_TAG: "r" * 64, GATE_TAG: "pass"}
@@ -31,7 +31,7 @@ class MemoryRegistry:
     """The protocol's smallest implementation; dies after `lives` writes, as a killed process would."""
 
     def __init__(self, versions: Mapping[str, Mapping[str, str]]) -> None:
-        self.versions = versions
+        self.versions: dict[str, Mapping[str, str]] = dict(versions)
         self.aliases: dict[tuple[str, str], str] = {}
         self.lives = 10**6
 
@@ -47,6 +47,8 @@ class MemoryRegistry:
         self.aliases.pop((model, alias), None)
 
     def tags(self, model: str, version: str) -> Mapping[str, str]:
+        if version not in self.versions:
+            raise RegistryError(f"no version {version}")
         return self.versions[version]
 
     def _live(self) -> None:
@@ -147,7 +149,7 @@ def test_of_two_promoters_with_one_view_exactly_one_wins(registry, tmp_path):
     assert len(audit_log(tmp_path, "chat")) == 4
 
 
-@pytest.mark.parametrize("lives", range(4))
+@pytest.mark.parametrize("lives", range(5))
 def test_a_promotion_killed_at_any_write_ends_right_when_run_again(registry, tmp_path, lives):
     move(registry, "1", None, tmp_path)
     registry.set_alias("chat", CHALLENGER, "2")
@@ -158,7 +160,7 @@ def test_a_promotion_killed_at_any_write_ends_right_when_run_again(registry, tmp
         registry.lives = 100
         move(registry, "2", "1", tmp_path)
     assert registry.aliases == {("chat", CHAMPION): "2", ("chat", PREVIOUS): "1"}
-    assert moved_by_us(tmp_path, "chat", "2")
+    assert [entry.state for entry in audit_log(tmp_path, "chat")][-1] == "done"
 
 
 def test_the_audit_log_is_written_ahead_survives_a_torn_line_and_keeps_models_apart(registry, tmp_path):
@@ -173,4 +175,128 @@ def test_the_audit_log_is_written_ahead_survives_a_torn_line_and_keeps_models_ap
     move(registry, "1", None, tmp_path)
     assert [entry.state for entry in audit_log(tmp_path, "chat")] == ["intended", "intended", "done"]
     assert audit_log(tmp_path, "another") == ()
-    assert not moved_by_us(tmp_path, "chat", "2")
+
+
+@pytest.mark.parametrize("lives", range(4))
+def test_a_rollback_killed_at_any_write_ends_right_when_run_again(registry, tmp_path, lives):
+    move(registry, "1", None, tmp_path)
+    move(registry, "2", "1", tmp_path)
+    registry.lives = lives
+    try:
+        rollback(registry, "chat", expected="2", who="t", why="w", home=tmp_path)
+    except KeyboardInterrupt:
+        registry.lives = 100
+        done = rollback(registry, "chat", expected="2", who="t", why="w", home=tmp_path)
+        assert (done.version, done.displaced) == ("1", "2")
+    assert registry.aliases == {("chat", CHAMPION): "1"}
+    assert audit_log(tmp_path, "chat")[-1].state == "done"
+
+
+def test_whoever_comes_next_finishes_what_was_cut_off(registry, tmp_path):
+    move(registry, "1", None, tmp_path)
+    registry.lives = 1  # the alias moves, and the promoter dies before it can remember the previous one
+    with pytest.raises(KeyboardInterrupt):
+        move(registry, "2", "1", tmp_path)
+    registry.lives = 100
+    assert settle(registry, "chat", pair=None, home=tmp_path).version == "2"
+    assert registry.get_alias("chat", PREVIOUS) == "1"
+    assert rollback(registry, "chat", expected="2", who="t", why="w", home=tmp_path).version == "1"
+
+
+PAIR = ("f" * 64, "r" * 64)
+
+
+def test_a_proven_version_that_other_hands_made_champion_is_followed_and_can_be_rolled_back(registry, tmp_path):
+    move(registry, "1", None, tmp_path)
+    registry.set_alias("chat", CHAMPION, "2")
+    found = settle(registry, "chat", pair=PAIR, home=tmp_path)
+    assert (found.version, found.alias, found.news) == ("2", "2", True)
+    assert not settle(registry, "chat", pair=PAIR, home=tmp_path).news
+    entry = audit_log(tmp_path, "chat")[-1]
+    assert (entry.action, entry.from_version, entry.to_version, entry.state) == ("follow", "1", "2", "done")
+    assert rollback(registry, "chat", expected="2", who="t", why="w", home=tmp_path).version == "1"
+
+
+@pytest.mark.parametrize("moved_to", ["unproven", "deleted", None])
+def test_an_unproven_champion_by_other_hands_changes_nothing_but_the_log_once(registry, tmp_path, moved_to):
+    registry.versions["unproven"] = {**GOOD, GATE_TAG: "fail"}
+    move(registry, "1", None, tmp_path)
+    move(registry, "2", "1", tmp_path)
+    if moved_to is None:
+        registry.delete_alias("chat", CHAMPION)
+    else:
+        registry.set_alias("chat", CHAMPION, moved_to)
+    for news in (True, False, False):
+        found = settle(registry, "chat", pair=PAIR, home=tmp_path)
+        assert (found.version, found.alias, found.news) == ("2", moved_to, news)
+    entries = audit_log(tmp_path, "chat")
+    assert [entry.action for entry in entries].count("refuse") == 1
+    # the next promotion is measured against what serves, and remembers that as the previous one
+    assert move(registry, "3", "2", tmp_path).displaced == "2"
+    assert registry.aliases == {("chat", CHAMPION): "3", ("chat", PREVIOUS): "2"}
+
+
+def test_rollback_undoes_a_move_by_other_hands_and_keeps_the_previous(registry, tmp_path):
+    registry.versions["unproven"] = {}
+    move(registry, "1", None, tmp_path)
+    move(registry, "2", "1", tmp_path)
+    registry.set_alias("chat", CHAMPION, "unproven")
+    assert rollback(registry, "chat", expected="unproven", who="t", why="w", home=tmp_path).version == "2"
+    assert registry.aliases == {("chat", CHAMPION): "2", ("chat", PREVIOUS): "1"}
+
+
+def test_promoting_what_serves_puts_an_alias_back_that_other_hands_moved(registry, tmp_path):
+    registry.versions["unproven"] = {}
+    move(registry, "1", None, tmp_path)
+    move(registry, "2", "1", tmp_path)
+    registry.set_alias("chat", CHAMPION, "unproven")
+    assert move(registry, "2", "2", tmp_path).changed
+    assert registry.aliases == {("chat", CHAMPION): "2", ("chat", PREVIOUS): "1"}
+
+
+def test_a_registry_that_is_away_is_no_verdict_on_a_version(registry, tmp_path):
+    move(registry, "1", None, tmp_path)
+    registry.set_alias("chat", CHAMPION, "2")
+
+    class Away(MemoryRegistry):
+        def get_alias(self, model: str, alias: str) -> str | None:
+            if self.asked:
+                raise RegistryError("away")
+            return super().get_alias(model, alias)
+
+        asked = False
+
+        def tags(self, model: str, version: str) -> Mapping[str, str]:
+            self.asked = True
+            raise RegistryError("away")
+
+    away = Away(registry.versions)
+    away.aliases = registry.aliases
+    with pytest.raises(RegistryError, match="away"):
+        settle(away, "chat", pair=PAIR, home=tmp_path)
+    assert settle(registry, "chat", pair=PAIR, home=tmp_path).version == "2"
+
+
+def test_a_rollback_to_a_version_that_is_gone_moves_nothing(registry, tmp_path):
+    move(registry, "1", None, tmp_path)
+    move(registry, "2", "1", tmp_path)
+    del registry.versions["1"]
+    with pytest.raises(RegistryError, match="no version 1"):
+        rollback(registry, "chat", expected="2", who="t", why="w", home=tmp_path)
+    assert registry.get_alias("chat", CHAMPION) == "2"
+
+
+def test_another_state_root_rolls_back_by_the_aliases_alone(registry, tmp_path):
+    move(registry, "1", None, tmp_path / "a")
+    move(registry, "2", "1", tmp_path / "a")
+    assert rollback(registry, "chat", expected="2", who="t", why="w", home=tmp_path / "b").version == "1"
+
+
+def test_a_clock_that_jumps_back_changes_no_order(registry, tmp_path, monkeypatch):
+    moments = iter([900.0, 901.0, 100.0, 101.0, 50.0, 51.0])
+    monkeypatch.setattr("speculators_core.lifecycle.promotion.time.time", lambda: next(moments))
+    move(registry, "1", None, tmp_path)
+    move(registry, "2", "1", tmp_path)
+    assert settle(registry, "chat", pair=PAIR, home=tmp_path).version == "2"
+    rollback(registry, "chat", expected="2", who="t", why="w", home=tmp_path)
+    assert [entry.to_version for entry in audit_log(tmp_path, "chat")] == ["1", "1", "2", "2", "1", "1"]
