@@ -35,7 +35,7 @@ from speculators_core.errors import DataError
 from speculators_core.store.manifest import sha256_json
 from speculators_core.types import Json, ProgressCallback, Split, StrictModel
 from speculators_core.verifier.facts import VerifierFacts, read_facts
-from speculators_core.verifier.fingerprint import HashCache
+from speculators_core.verifier.hashes import HashCache
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ def digest_sources(sources: Sequence[str], *, home: Path | None) -> str:
         DataError: a source is missing or of an unknown form.
     """
     check_sources(sources)
-    cache = HashCache(None if home is None else home / "hash-cache.json")
+    cache = HashCache.of_home(home)
     found: list[Json] = []
     for source in sources:
         if source.startswith("hf:"):

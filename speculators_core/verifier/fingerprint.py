@@ -9,20 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from speculators_core.errors import VerifierError
-from speculators_core.store.manifest import sha256_file
+from speculators_core.store.files import write_atomic
 from speculators_core.types import Json, StrictModel
-from speculators_core.verifier.facts import read_config
-from speculators_core.verifier.weights import weight_files
+from speculators_core.verifier.files import LocalFiles, VerifierFiles, open_verifier
+from speculators_core.verifier.weights import INDEX, parse_index, weight_names
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +38,11 @@ TOKENIZER_FILES = (
 _QUANTISATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quantization_config.json")
 # Keys that say who wrote a file, not what the model is.
 _VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
-# A file written within this many seconds could change again without its times changing: not remembered yet.
-_RACY_SECONDS = 2.0
+# Keys of config.json that decide tensor shapes: of the verifier's states, or of a draft made in its image.
+SHAPE_KEYS = (
+    "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size",
+)  # fmt: skip
 
 
 class Fingerprint(StrictModel):
@@ -56,48 +56,115 @@ class Fingerprint(StrictModel):
         return tuple(part for part in PARTS if self.parts.get(part) != other.parts.get(part))
 
 
+class Description(StrictModel):
+    """What a verifier is, in enough detail to say later what changed: texts and sums, no weights."""
+
+    content: dict[str, Any] = Field(description="part -> exactly what its digest is taken of")
+    weights: dict[str, str] = Field(description="weight file -> sha256")
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Digest of the parts, and of each."""
+        parts = {part: _digest(self.content.get(part)) for part in PARTS}
+        return Fingerprint(digest=_digest(parts), parts=parts)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The keys of config.json that decide tensor shapes, as written there (of the text model, where nested)."""
+        config = self.content["config"]
+        text = next((config[key] for key in ("text_config", "llm_config", "language_config") if key in config), {})
+        return {key: value for key in SHAPE_KEYS if (value := text.get(key, config.get(key))) is not None}
+
+
 def fingerprint(
     verifier_dir: Path, *, home: Path | None, template_kwargs: Mapping[str, Json] | None = None
 ) -> Fingerprint:
-    """Fingerprint a local verifier (decisions 1 and 2 of the design).
+    """Fingerprint a local verifier; as `describe`, which takes every kind of location."""
+    return describe(LocalFiles(verifier_dir, home=home), template_kwargs=template_kwargs).fingerprint
+
+
+def describe_location(
+    location: str | Path,
+    *,
+    revision: str | None = None,
+    home: Path | None,
+    template_kwargs: Mapping[str, Json] | None = None,
+) -> Description:
+    """Describe the verifier in a directory, at a URL or on the hub, and remember it under the state root.
+
+    Raises:
+        VerifierError: as `open_verifier` and `describe`.
+    """
+    found = describe(open_verifier(location, revision=revision, home=home), template_kwargs=template_kwargs)
+    if home is not None:
+        remember(found, home)
+    return found
+
+
+def describe(files: VerifierFiles, *, template_kwargs: Mapping[str, Json] | None = None) -> Description:
+    """Read and hash everything that makes a draft stale when it changes.
 
     Args:
-        verifier_dir: a transformers model directory.
-        home: state root; hashes are remembered in `home/hash-cache.json` by device, inode, size and times. None: none.
         template_kwargs: keyword arguments for the chat template: they change what the verifier is shown.
 
     Raises:
-        VerifierError: not a model directory, or its weights are missing.
+        VerifierError: not a model, its weights are missing, or somebody wrote to it meanwhile.
     """
-    config = read_config(verifier_dir)
-    hashes = HashCache(home / "hash-cache.json" if home else None)
+    before = files.stamp()
+    names = files.names()
+    config = _json(files, "config.json") or {}
     quantisation = {
         "config": config.pop("quantization_config", None) or config.pop("compression_config", None),
-        **{name: _json_or_none(verifier_dir / name) for name in _QUANTISATION_FILES},
+        **{name: _json(files, name) for name in _QUANTISATION_FILES},
     }
-    tokenizer_config = _json_or_none(verifier_dir / "tokenizer_config.json") or {}
+    tokenizer_config = _json(files, "tokenizer_config.json") or {}
     tokenizer_config.pop("chat_template", None)
-    tokenizer = {
-        **{name: hashes.of(verifier_dir / name) for name in TOKENIZER_FILES if (verifier_dir / name).is_file()},
-        "tokenizer_config.json": _stable(tokenizer_config),
-    }
-    template = {"template": chat_templates(verifier_dir), "kwargs": dict(template_kwargs or {})}
-    adapters = {
-        "config": _json_or_none(verifier_dir / "adapter_config.json"),
-        "weights": sorted(hashes.of(file) for file in verifier_dir.glob("adapter*.safetensors")),
-    }
-    content: dict[str, object] = {
-        "weights": sorted(hashes.of(file) for file in weight_files(verifier_dir)),
+    index = parse_index(files.read(INDEX), f"{files.where}/{INDEX}") if INDEX in names else None
+    weights = weight_names(names, index, files.where)
+    tokenizer = [name for name in TOKENIZER_FILES if name in names]
+    adapters = sorted(name for name in names if name.startswith("adapter") and name.endswith(".safetensors"))
+    wanted = [*weights, *tokenizer, *adapters]
+    sums = dict(zip(wanted, files.sha256(wanted), strict=True))
+    content: dict[str, Any] = {
+        "weights": sorted(sums[name] for name in weights),
         "config": _stable(config),
-        "generation_config": _stable(_json_or_none(verifier_dir / "generation_config.json") or {}),
-        "tokenizer": tokenizer,
-        "chat_template": template,
+        "generation_config": _stable(_json(files, "generation_config.json") or {}),
+        "tokenizer": {**{name: sums[name] for name in tokenizer}, "tokenizer_config.json": _stable(tokenizer_config)},
+        "chat_template": {"template": templates_of(files), "kwargs": dict(template_kwargs or {})},
         "quantisation": quantisation,
-        "adapters": adapters,
+        "adapters": {
+            "config": _json(files, "adapter_config.json"),
+            "weights": sorted(sums[name] for name in adapters),
+        },
     }
-    hashes.save()
-    parts = {part: _digest(content[part]) for part in PARTS}
-    return Fingerprint(digest=_digest(parts), parts=parts)
+    if files.stamp() != before:
+        raise VerifierError(
+            f"{files.where} changed while it was hashed: its fingerprint would be of no verifier at all",
+            mend="wait until whoever writes there is done, then run the same command again",
+        )
+    return Description(content=content, weights={name: sums[name] for name in weights})
+
+
+def remember(description: Description, home: Path) -> None:
+    """Keep a description under its digest, so that a later change can be told line by line."""
+    path = _memory(home, description.fingerprint.digest)
+    if path.is_file():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, lambda part: part.write_text(description.model_dump_json(), encoding="utf-8"))
+
+
+def recall(digest: str, home: Path) -> Description | None:
+    """What the verifier of this fingerprint was; None when it was never seen here."""
+    path = _memory(home, digest)
+    try:
+        found = Description.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValidationError, UnicodeDecodeError):
+        log.warning("ignoring the unreadable description %s", path)
+        return None
+    return found if found.fingerprint.digest == digest else None
 
 
 def capture_key(fp: Fingerprint, runtime_key: str, layer_ids: Sequence[int], dtype: str) -> str:
@@ -106,17 +173,23 @@ def capture_key(fp: Fingerprint, runtime_key: str, layer_ids: Sequence[int], dty
 
 
 def chat_templates(verifier_dir: Path) -> dict[str, str]:
+    """Chat templates of a local verifier by name; see `templates_of`."""
+    return templates_of(LocalFiles(verifier_dir, home=None))
+
+
+def templates_of(files: VerifierFiles) -> dict[str, str]:
     """Chat templates by name, from chat_template.jinja, its folder of named ones, or tokenizer_config.json."""
-    single = verifier_dir / "chat_template.jinja"
+    names = files.names()
     found: dict[str, str] = {}
-    if single.is_file():
-        found["default"] = single.read_text(encoding="utf-8")
-    for file in sorted((verifier_dir / "additional_chat_templates").glob("*.jinja")):
-        found[file.stem] = file.read_text(encoding="utf-8")
+    if "chat_template.jinja" in names:
+        found["default"] = files.read("chat_template.jinja").decode("utf-8")
+    for name in sorted(name for name in names if name.startswith("additional_chat_templates/")):
+        if name.endswith(".jinja"):
+            found[Path(name).stem] = files.read(name).decode("utf-8")
     if found:
         return found
     for name in ("chat_template.json", "tokenizer_config.json"):
-        stored = (_json_or_none(verifier_dir / name) or {}).get("chat_template")
+        stored = (_json(files, name) or {}).get("chat_template")
         if isinstance(stored, str):
             return {"default": stored}
         if isinstance(stored, list):
@@ -124,41 +197,8 @@ def chat_templates(verifier_dir: Path) -> dict[str, str]:
     return {}
 
 
-class HashCache:
-    """sha256 of files, remembered by device, inode, size and both times; a lost or torn cache only costs time."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self._known: dict[str, str] = {}
-        self._new: dict[str, str] = {}
-        if path and path.is_file():
-            try:
-                self._known = dict(json.loads(path.read_text(encoding="utf-8")))
-            except (ValueError, TypeError):
-                log.warning("ignoring the unreadable hash cache %s", path)
-
-    def of(self, file: Path) -> str:
-        """sha256 of the file's content in hex."""
-        stat = file.stat()
-        key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
-        if key in self._known:
-            return self._known[key]
-        digest = sha256_file(file)
-        if time.time() - max(stat.st_mtime, stat.st_ctime) > _RACY_SECONDS:
-            self._known[key] = self._new[key] = digest
-        return digest
-
-    def save(self) -> None:
-        """Merge what is new into the file, by rename; concurrent writers may lose an entry, never tear the file."""
-        if not self.path or not self._new:
-            return
-        merged = {**HashCache(self.path)._known, **self._new}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".hash-cache.", suffix=".part", dir=self.path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(merged, stream, indent=0, sort_keys=True)
-        Path(name).replace(self.path)
-        self._new = {}
+def _memory(home: Path, digest: str) -> Path:
+    return home / "seen" / f"{digest}.json"
 
 
 def _stable(value: Any) -> Any:
@@ -172,11 +212,12 @@ def _digest(value: object) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def _json_or_none(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
+def _json(files: VerifierFiles, name: str) -> dict[str, Any] | None:
+    if name not in files.names():
         return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(files.read(name))
     except ValueError as error:
-        raise VerifierError(f"{path} is not valid JSON: {error}", mend="copy the verifier again") from error
+        where = f"{files.where}/{name}"
+        raise VerifierError(f"{where} is not valid JSON: {error}", mend="copy the verifier again") from error
     return value if isinstance(value, dict) else {"": value}

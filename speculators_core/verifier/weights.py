@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,23 +73,35 @@ def weight_files(verifier_dir: Path) -> list[Path]:
     """
     read_config(verifier_dir)
     index = verifier_dir / INDEX
-    if index.is_file():
-        files = sorted({verifier_dir / name for name in _weight_map(index).values()})
-        missing = [file.name for file in files if not file.is_file()]
+    names = [file.name for file in verifier_dir.iterdir() if file.is_file()]
+    mapping = _weight_map(index) if index.is_file() else None
+    if mapping is not None:
+        names += [name for name in mapping.values() if "/" in name and (verifier_dir / name).is_file()]
+    return [verifier_dir / name for name in weight_names(names, mapping, str(verifier_dir))]
+
+
+def weight_names(names: Collection[str], index: Mapping[str, str] | None, where: str) -> list[str]:
+    """Which of a verifier's files hold the model, sorted; `index` is the index's map from tensor to file.
+
+    Raises:
+        VerifierError: none do, the index names one that is missing, or only other formats are there.
+    """
+    if index is not None:
+        files = sorted(set(index.values()))
+        missing = [name for name in files if name not in names]
         if missing:
-            raise VerifierError(
-                f"{verifier_dir} lacks {', '.join(missing[:3])}, which {INDEX} names", mend="finish the download"
-            )
+            raise VerifierError(f"{where} lacks {', '.join(missing[:3])}, which {INDEX} names", mend="finish the copy")
         return files
-    files = sorted(verifier_dir.glob("model*.safetensors")) or sorted(
-        file for file in verifier_dir.glob("*.safetensors") if not file.name.startswith("adapter")
-    )
+    stored = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    files = [name for name in stored if name.startswith("model")] or [
+        name for name in stored if not name.startswith("adapter")
+    ]
     if files:
         return files
-    others = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in verifier_dir.glob(kind))
+    others = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf")))
     found = f"only {', '.join(others[:3])}" if others else "no weights"
     raise VerifierError(
-        f"{verifier_dir} holds no .safetensors file ({found})",
+        f"{where} holds no .safetensors file ({found})",
         mend="convert the verifier with transformers' save_pretrained; pickled weights are never loaded",
     )
 
@@ -176,8 +188,13 @@ def _read(located: Mapping[str, Path], key: str, shape: tuple[int, ...]) -> Tens
 
 
 def _weight_map(index: Path) -> dict[str, str]:
+    return parse_index(index.read_bytes(), str(index))
+
+
+def parse_index(content: bytes, index: str) -> dict[str, str]:
+    """Tensor name -> file name, from a safetensors index. VerifierError where it is none."""
     try:
-        mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        mapping = json.loads(content)["weight_map"]
         return {str(name): str(file) for name, file in mapping.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise VerifierError(f"{index} is not a safetensors index: {error}", mend="copy the verifier again") from error
