@@ -9,7 +9,7 @@ the closed forms. At no time do more than two or three [chunk, D] tensors exist.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,11 @@ from speculators_core.losses.terms import LossTerm
 
 DEFAULT_CHUNK = 128
 """Target rows at a time. [128, 8192] float32 is 4 MB: large enough for matrix units, small enough for caches."""
+SPARSE = 0.5
+"""Share of rows that are there below which they are gathered; above, computing all of them costs less."""
+
+Weigh = Callable[[Tensor], Tensor]
+"""Losses float32 [S, U] to the weights [S, U] that multiply them; the weights are held constant."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ def unrolled_loss(
     targets: UnrolledTargets,
     terms: Sequence[LossTerm],
     *,
+    tail_DC: Tensor | None = None,
+    weigh: Weigh | None = None,
     logit_scale: float = 1.0,
     chunk: int = DEFAULT_CHUNK,
     want_acceptance: bool = False,
@@ -63,8 +70,10 @@ def unrolled_loss(
     """Σ_s Σ_u weights[s, u] · ℓ(head · hidden[s][rows[s, u]], target_logits[u]).
 
     Args:
-        hidden_SRH: for each step the draft's normalised hidden states [R, H].
+        hidden_SRH: for each step the draft's normalised hidden states [R, H], or [R, H + C] with a tail.
         head_DH: the draft's vocabulary head; gets a gradient only if it asks for one.
+        tail_DC: trained columns beside the head: a low-rank bias of the logits costs no second pass over D.
+        weigh: weights that depend on the losses themselves, in place of those of `targets`.
         target_logits: gives the verifier's logits float32 [u, D] of a slice of targets; never differentiated.
         targets: rows and weights.
         terms: the weighted sum of losses.
@@ -74,13 +83,14 @@ def unrolled_loss(
     """
     device = hidden_SRH[0].device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_SRH[0].dtype
-    plan = _Plan(target_logits, targets, tuple(terms), logit_scale, chunk, want_acceptance, compute)
-    needs_grad = torch.is_grad_enabled() and (head_DH.requires_grad or any(h.requires_grad for h in hidden_SRH))
+    plan = _Plan(target_logits, targets, tuple(terms), weigh, logit_scale, chunk, want_acceptance, compute)
+    sources = (head_DH, *hidden_SRH, *(() if tail_DC is None else (tail_DC,)))
+    needs_grad = torch.is_grad_enabled() and any(source.requires_grad for source in sources)
     with torch.autocast(device, enabled=False):  # it would form even float32 dot products in bfloat16
         if not needs_grad:
-            return UnrolledLoss(*_run(plan, hidden_SRH, head_DH, None, None))
+            return UnrolledLoss(*_run(plan, hidden_SRH, head_DH, tail_DC, None, None))
         loss, sums_SN, correct_SU, acceptance_SU = _UnrolledLoss.apply(  # type: ignore[no-untyped-call]
-            plan, head_DH, *hidden_SRH
+            plan, head_DH, tail_DC, *hidden_SRH
         )
     return UnrolledLoss(loss, sums_SN, correct_SU, acceptance_SU if want_acceptance else None)
 
@@ -90,6 +100,7 @@ class _Plan:
     target_logits: Callable[[slice], Tensor]
     targets: UnrolledTargets
     terms: tuple[LossTerm, ...]
+    weigh: Weigh | None
     logit_scale: float
     chunk: int
     want_acceptance: bool
@@ -100,35 +111,81 @@ def _run(
     plan: _Plan,
     hidden_SRH: Sequence[Tensor],
     head_DH: Tensor,
+    tail_DC: Tensor | None,
     grads_SRH: Sequence[Tensor] | None,
-    head_grad_DH: Tensor | None,
+    columns_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    rows_SU, weights_SU = plan.targets.rows_SU, plan.targets.weights_SU
+    """The loop over chunks; fills the gradients that it is given.
+
+    `columns_grad` [D, C'] is that of the last C' columns of head and tail side by side: of all, or of the tail.
+    """
+    head = head_DH.detach() if tail_DC is None else torch.cat((head_DH.detach(), tail_DC.detach().to(head_DH)), dim=1)
+    head = head.to(plan.compute)
+    if plan.weigh is not None and columns_grad is not None:
+        # the columns' gradient mixes rows, so their weights are needed before it is formed
+        losses_SU = _losses(plan, hidden_SRH, head, None, None, plan.targets.weights_SU)[0] @ _term_weights(plan)
+        plan = replace(plan, targets=replace(plan.targets, weights_SU=plan.weigh(losses_SU)), weigh=None)
+    weights_SU = plan.targets.weights_SU
+    unweighted = plan.weigh is not None
+    used_SU = torch.ones_like(weights_SU) if unweighted else weights_SU
+    losses_SUN, correct_SU, acceptance_SU = _losses(plan, hidden_SRH, head, grads_SRH, columns_grad, used_SU)
+    if plan.weigh is not None:
+        weights_SU = plan.weigh(losses_SUN @ _term_weights(plan))
+        for step, grads in enumerate(grads_SRH or ()):  # each row is met once a step: its gradient scales with it
+            rows_U = plan.targets.rows_SU[step]
+            scale_R = torch.zeros(grads.shape[0], dtype=grads.dtype, device=grads.device)
+            scale_R.index_add_(0, rows_U.clamp_min(0), torch.where(rows_U >= 0, weights_SU[step], 0.0).to(grads.dtype))
+            grads *= scale_R[:, None]
+    sums_SN = torch.einsum("sun,su->sn", losses_SUN.double(), weights_SU.double())
+    loss = (sums_SN @ _term_weights(plan).to(sums_SN)).sum().float()
+    return loss, sums_SN, correct_SU, acceptance_SU
+
+
+def _term_weights(plan: _Plan) -> Tensor:
+    weights = [term.weight for term in plan.terms]
+    return torch.tensor(weights, dtype=torch.float32, device=plan.targets.weights_SU.device)
+
+
+def _losses(
+    plan: _Plan,
+    hidden_SRH: Sequence[Tensor],
+    head: Tensor,
+    grads_SRH: Sequence[Tensor] | None,
+    columns_grad: Tensor | None,
+    weights_SU: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Losses float32 [S, U, N], zero where there is no row, whether the best tokens agree, and Σ min(p, q)."""
+    rows_SU = plan.targets.rows_SU
     steps, count = rows_SU.shape
-    head_DH = head_DH.detach().to(plan.compute)
-    sums_SN = torch.zeros(steps, len(plan.terms), dtype=torch.float64, device=rows_SU.device)
+    losses_SUN = torch.zeros(steps, count, len(plan.terms), device=rows_SU.device)
     correct_SU = torch.zeros(steps, count, dtype=torch.bool, device=rows_SU.device)
     acceptance_SU = torch.zeros_like(weights_SU) if plan.want_acceptance else None
     for start in range(0, count, plan.chunk):
         window = slice(start, min(start + plan.chunk, count))
         verifier = Distribution(plan.target_logits(window))
         for step in range(steps):
-            rows_u = rows_SU[step, window]
-            present_u = rows_u >= 0
-            weights_u = weights_SU[step, window].to(verifier.logits_ND.dtype)
-            safe_u = rows_u.clamp_min(0)  # absent rows compute with row 0 and weigh nothing: cheaper than a gather of D
+            targets_u, pair_verifier = torch.arange(window.start, window.stop, device=rows_SU.device), verifier
+            present_u = rows_SU[step, window] >= 0
+            if int(present_u.sum()) < SPARSE * present_u.numel():
+                targets_u = targets_u[present_u]
+                if targets_u.numel() == 0:
+                    continue
+                pair_verifier = Distribution(verifier.logits_ND[present_u])
+                present_u = present_u[present_u]
+            weights_u = weights_SU[step, targets_u].to(verifier.logits_ND.dtype) * present_u
+            safe_u = rows_SU[step, targets_u].clamp_min(0)  # absent rows compute with row 0 and weigh nothing
             hidden_uH = hidden_SRH[step].detach()[safe_u].to(plan.compute)
-            logits_uD = (hidden_uH @ head_DH.T).to(verifier.logits_ND.dtype)
+            logits_uD = (hidden_uH @ head.T).to(verifier.logits_ND.dtype)
             if plan.logit_scale != 1.0:
                 logits_uD *= plan.logit_scale
-            pair = Pair(Distribution(logits_uD), verifier)
-            correct_SU[step, window] = pair.draft.agrees_N(verifier) & present_u
+            pair = Pair(Distribution(logits_uD), pair_verifier)
+            correct_SU[step, targets_u] = pair.draft.agrees_N(pair_verifier) & present_u
             if acceptance_SU is not None:
-                acceptance_SU[step, window] = pair.acceptance_N.float() * present_u
+                acceptance_SU[step, targets_u] = pair.acceptance_N.float() * present_u
             grad_uD: Tensor | None = None
             for number, term in enumerate(plan.terms):
                 loss_u, term_grad_uD = LOSSES[term.name](pair)
-                sums_SN[step, number] += torch.dot(loss_u, weights_u)
+                losses_SUN[step, targets_u, number] = loss_u.float() * present_u
                 if grads_SRH is None:
                     continue
                 if grad_uD is None:
@@ -140,13 +197,13 @@ def _run(
                 scale_u1 = (weights_u * plan.logit_scale)[:, None]  # on [u, H], where it costs nothing
                 grad_uD = grad_uD.to(plan.compute)
                 # rows of a step are distinct apart from the weightless stand-ins, so adding is exact
-                grad_uH = (grad_uD @ head_DH).to(scale_u1.dtype) * scale_u1
+                grad_uH = (grad_uD @ head).to(scale_u1.dtype) * scale_u1
                 grads_SRH[step].index_add_(0, safe_u, grad_uH.to(grads_SRH[step].dtype))
-                if head_grad_DH is not None:
-                    weighted_uH = hidden_uH.to(head_grad_DH.dtype) * scale_u1.to(head_grad_DH.dtype)
-                    head_grad_DH.addmm_(grad_uD.T.to(head_grad_DH.dtype), weighted_uH)
-    weights_N = sums_SN.new_tensor([term.weight for term in plan.terms])
-    return (sums_SN @ weights_N).sum().float(), sums_SN, correct_SU, acceptance_SU
+                if columns_grad is not None:
+                    weighted_uH = hidden_uH[:, -columns_grad.shape[1] :].to(columns_grad.dtype)
+                    weighted_uH = weighted_uH * scale_u1.to(columns_grad.dtype)
+                    columns_grad.addmm_(grad_uD.T.to(columns_grad.dtype), weighted_uH)
+    return losses_SUN, correct_SU, acceptance_SU
 
 
 class _UnrolledLoss(torch.autograd.Function):
@@ -154,13 +211,16 @@ class _UnrolledLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: _Plan, head_DH: Tensor, *hidden_SRH: Tensor
+        ctx: Any, plan: _Plan, head_DH: Tensor, tail_DC: Tensor | None, *hidden_SRH: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         grads = [torch.zeros_like(hidden) for hidden in hidden_SRH]
-        head_grad = torch.zeros_like(head_DH, dtype=torch.float32) if head_DH.requires_grad else None
-        loss, sums_SN, correct_SU, acceptance_SU = _run(plan, hidden_SRH, head_DH, grads, head_grad)
-        ctx.save_for_backward(*grads, *(() if head_grad is None else (head_grad,)))
-        ctx.steps, ctx.head_dtype = len(grads), head_DH.dtype
+        tail_width = tail_DC.shape[1] if tail_DC is not None and tail_DC.requires_grad else 0
+        width = hidden_SRH[0].shape[1] if head_DH.requires_grad else tail_width
+        columns = torch.zeros(head_DH.shape[0], width, device=head_DH.device) if width else None
+        loss, sums_SN, correct_SU, acceptance_SU = _run(plan, hidden_SRH, head_DH, tail_DC, grads, columns)
+        ctx.save_for_backward(*grads, *(() if columns is None else (columns,)))
+        ctx.steps, ctx.tail_width, ctx.head_trained = len(grads), tail_width, head_DH.requires_grad
+        ctx.dtypes = head_DH.dtype, None if tail_DC is None else tail_DC.dtype
         ctx.mark_non_differentiable(sums_SN, correct_SU, *(() if acceptance_SU is None else (acceptance_SU,)))
         return loss, sums_SN, correct_SU, acceptance_SU
 
@@ -168,5 +228,11 @@ class _UnrolledLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         grads = [grad * upstream[0].to(grad.dtype) for grad in saved[: ctx.steps]]
-        head_grad = (saved[ctx.steps] * upstream[0]).to(ctx.head_dtype) if len(saved) > ctx.steps else None
-        return (None, head_grad, *grads)
+        head_grad = tail_grad = None
+        if len(saved) > ctx.steps:
+            columns = saved[ctx.steps] * upstream[0]
+            if ctx.tail_width:
+                tail_grad = columns[:, -ctx.tail_width :].to(ctx.dtypes[1])
+            if ctx.head_trained:
+                head_grad = columns[:, : columns.shape[1] - ctx.tail_width].to(ctx.dtypes[0])
+        return (None, head_grad, tail_grad, *grads)
