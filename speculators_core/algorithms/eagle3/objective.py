@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from speculators_core.algorithms._blocks.chains import align_shifted, counted_links, rounded_up, walk_reply
 from speculators_core.algorithms.eagle3.config import Eagle3Config
 from speculators_core.algorithms.eagle3.model import Drafting, Eagle3Draft
 from speculators_core.losses.fused import UnrolledTargets, unrolled_loss
@@ -15,8 +16,8 @@ from speculators_core.metrics.acceptance import unrolled_metrics
 from speculators_core.types import Aligned, Batch, Counted, Sample, StepResult
 
 COMPAT_EPSILON = 1e-5
-ROUNDING, TARGET_ROUNDING = 64, 32
-"""Multiples that the numbers of drafting rows and of targets are rounded up to."""
+TARGET_ROUNDING = 32
+"""Multiple that the number of targets is rounded up to."""
 
 
 class Eagle3Objective:
@@ -33,18 +34,8 @@ class Eagle3Objective:
         self.config = config
 
     def align(self, sample: Sample) -> Aligned:
-        """Pair each token with the features of the token before it, as vLLM's proposer does.
-
-        The loss mask stays the token's own. Positions are those of the features (as served); only differences of
-        positions matter to the draft.
-        """
-        return Aligned(
-            input_ids=sample.input_ids[1:],
-            loss_mask=sample.loss_mask[1:],
-            position_ids=sample.position_ids[:-1],
-            aux_TAH=sample.hidden_states[:-1, :-1].flatten(1),
-            last_TH=sample.hidden_states[1:, -1],
-        )
+        """Pair each token with the features of the token before it, as vLLM's proposer does."""
+        return align_shifted(sample)
 
     def denominators(self, batch: Batch) -> Tensor:
         """Counted rows of each step, float64 [S]."""
@@ -62,7 +53,7 @@ class Eagle3Objective:
         assert teacher is not None, "the model was built without its verifier"
         config, steps = self.config, self.config.ttt_steps
         counted_ST = self._counted(batch)
-        rows_R = _rounded_up(counted_ST.any(dim=0), batch.document_ids)
+        rows_R = rounded_up(counted_ST.any(dim=0), batch.document_ids)
         denominators_S = denominators.to(counted_ST.device, torch.float64)
         if config.compat:
             denominators_S = denominators_S + COMPAT_EPSILON
@@ -105,65 +96,26 @@ class Eagle3Objective:
                 metrics[f"accept_rate_{number}"] = Counted(float(alpha_SR[number][chosen].sum()), float(chosen.sum()))
         return StepResult(outcome.loss, metrics)
 
-    @torch.no_grad()
     def walk(self, model: nn.Module, aligned: Aligned, k: int) -> Sequence[int]:
-        """Draft as vLLM does along one greedy reply: at row i, accept L ≤ k, go on at row i + L + 1.
-
-        A chain only matters up to its first rejection, and until then the tokens that it feeds itself are the
-        reply's: so one teacher-forced unroll of all rows gives every acceptance length, and the walk picks those
-        that serving would land on. Accepted means that the draft's argmax is the reply's token (decision 18); each
-        run of reply tokens is one reply. Serving first drafts after the reply's first token, which comes with the
-        prompt, and not after its last.
-
-        Returns:
-            L at each drafting point, in order.
-        """
+        """Accepted drafts at each drafting point of the replies in one row, see `walk_reply`."""
         draft = _unwrap(model)
-        fill = -aligned.input_ids.numel() % ROUNDING  # see `_rounded_up`: replies differ in length
-        tokens = functional.pad(aligned.input_ids, (0, fill))
-        mask = functional.pad(aligned.loss_mask.bool(), (0, fill))
-        documents = functional.pad(torch.zeros_like(aligned.input_ids), (0, fill), value=-1)
-        drafts_T = mask & mask.roll(-1)  # the last row of a reply is no drafting point
-        drafts_T[-1] = False
-        rows_R = _rounded_up(drafts_T, documents)
-        if rows_R.numel() == 0:
-            return []
-        positions = functional.pad(aligned.position_ids, (0, fill))
-        features = functional.pad(aligned.aux_TAH, (0, 0, 0, fill))
-        hidden_SRH = draft(tokens, positions, features, Drafting(rows_R, documents), k)
-        head_DH = draft.lm_head.weight.to(hidden_SRH[0].dtype)
-        reply_TP = functional.pad(torch.where(mask, tokens, -1), (0, k + 1), value=-1)
-        alive_R = torch.ones_like(rows_R, dtype=torch.bool)
-        accepted_R = torch.zeros_like(rows_R)
-        for step, hidden_RH in enumerate(hidden_SRH):
-            proposed_R = torch.cat(
-                [(part @ head_DH.T).argmax(-1) for part in hidden_RH.to(head_DH.dtype).split(self.config.loss_chunk)]
+
+        def propose(row: Aligned, documents_T: Tensor, rows_R: Tensor) -> Sequence[Tensor]:
+            hidden_SRH: list[Tensor] = draft(
+                row.input_ids, row.position_ids, row.aux_TAH, Drafting(rows_R, documents_T), k
             )
-            if draft.d2t is not None:
-                proposed_R = proposed_R + draft.d2t[proposed_R]
-            wanted_R = reply_TP[rows_R + 1 + step]
-            if step:  # a reply's end is the end of its chain: the next run is another reply
-                alive_R = alive_R & (reply_TP[rows_R + step] >= 0)
-            alive_R = alive_R & (proposed_R == wanted_R)
-            accepted_R += alive_R
-        points_R = drafts_T[rows_R]
-        return _walk(rows_R[points_R].tolist(), accepted_R[points_R].tolist())
+            return hidden_SRH
+
+        return walk_reply(aligned, k, propose, draft.d2t, draft.lm_head.weight, self.config.loss_chunk)
 
     def _counted(self, batch: Batch) -> Tensor:
         """bool [S, T]: which rows count at which step."""
-        steps, mask, documents = self.config.ttt_steps, batch.loss_mask.bool(), batch.document_ids
+        steps, mask = self.config.ttt_steps, batch.loss_mask.bool()
+        if not self.config.compat:
+            return counted_links(mask, batch.document_ids, steps)
         counted = torch.zeros(steps, mask.numel(), dtype=torch.bool, device=mask.device)
-        if self.config.compat:
-            for step in range(steps):
-                counted[step, : mask.numel() - step] = mask[step:]
-            return counted
-        alive = documents >= 0
         for step in range(steps):
-            ahead = step + 1
-            alive = alive.clone()
-            alive[-ahead:] = False
-            alive[:-ahead] &= mask[ahead:] & (documents[ahead:] == documents[:-ahead])
-            counted[step] = alive
+            counted[step, : mask.numel() - step] = mask[step:]
         return counted
 
     def _started(self, batch: Batch, rows_R: Tensor, steps: int) -> Tensor:
@@ -182,31 +134,6 @@ class Eagle3Objective:
                 for term, value in zip(terms, sums, strict=True):
                     metrics[f"{term.name}_loss_{step}"] = Counted(value, share_S[step])
         return metrics
-
-
-def _walk(rows: list[int], accepted: list[int]) -> list[int]:
-    lengths: list[int] = []
-    due = -1
-    for row, count in zip(rows, accepted, strict=True):
-        if row < due:
-            continue
-        lengths.append(count)
-        due = row + count + 1
-    return lengths
-
-
-def _rounded_up(wanted_T: Tensor, document_ids_T: Tensor) -> Tensor:
-    """Rows [R] that are wanted, ascending, with others that do not count to make R a multiple of ROUNDING.
-
-    Matrix libraries compile a kernel for each new shape and keep it: with a different R in every batch that takes as
-    long as the products themselves, and the memory of a thousand kernels. Real tokens fill up before padding does.
-    """
-    rows_R = wanted_T.nonzero().squeeze(1)
-    if rows_R.numel() == 0:
-        return rows_R
-    others = (~wanted_T).nonzero().squeeze(1)
-    others = others[torch.argsort(document_ids_T[others] < 0, stable=True)]
-    return torch.cat([rows_R, others[: -rows_R.numel() % ROUNDING]]).sort().values
 
 
 def _pair_targets(rows_R: Tensor, asked_SR: Tensor, length: int) -> tuple[Tensor, Tensor]:

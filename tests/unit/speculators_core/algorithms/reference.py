@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from speculators_core.algorithms._blocks.feature_draft import FirstLayer
 from speculators_core.algorithms._blocks.layers import DecoderLayer
 from speculators_core.algorithms._blocks.rotary import rotate
-from speculators_core.algorithms.eagle3.model import Eagle3Draft, FirstLayer
+from speculators_core.algorithms.eagle3.model import Eagle3Draft
 from speculators_core.types import Aligned
 
 

@@ -1,0 +1,136 @@
+"""Chains of drafted tokens along a packed row: which of them are learned, and which serving would accept.
+
+After alignment row j holds token x_{j+1} and the features of x_j; link s of the chain that starts at row j is asked for
+x_{j+2+s}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from speculators_core.types import Aligned, Sample
+
+ROUNDING = 64
+"""Multiple that the number of drafting rows is rounded up to."""
+
+
+def align_shifted(sample: Sample) -> Aligned:
+    """Pair each token with the features of the token before it, as vLLM's proposer does.
+
+    The loss mask stays the token's own. Positions are those of the features (as served); only differences of
+    positions matter to the draft.
+    """
+    return Aligned(
+        input_ids=sample.input_ids[1:],
+        loss_mask=sample.loss_mask[1:],
+        position_ids=sample.position_ids[:-1],
+        aux_TAH=sample.hidden_states[:-1, :-1].flatten(1),
+        last_TH=sample.hidden_states[1:, -1],
+    )
+
+
+def counted_links(mask_T: Tensor, document_ids_T: Tensor, links: int) -> Tensor:
+    """bool [S, T]: links whose every token so far was written by the verifier and lies in the row's document.
+
+    So the first token of a reply is learned, and nothing is learned past its end. Link s + 1 counts only where link s
+    does.
+    """
+    counted = torch.zeros(links, mask_T.numel(), dtype=torch.bool, device=mask_T.device)
+    alive = document_ids_T >= 0
+    for link in range(links):
+        ahead = link + 1
+        alive = alive.clone()
+        alive[-ahead:] = False
+        alive[:-ahead] &= mask_T[ahead:] & (document_ids_T[ahead:] == document_ids_T[:-ahead])
+        counted[link] = alive
+    return counted
+
+
+def rounded_up(wanted_T: Tensor, document_ids_T: Tensor, *, beside: int = 0) -> Tensor:
+    """Rows [R] that are wanted, ascending, with others to make R + `beside` a multiple of ROUNDING.
+
+    Matrix libraries compile a kernel for each new shape and keep it: with a different R in every batch that takes as
+    long as the products themselves, and the memory of a thousand kernels. Real tokens fill up before padding does.
+    """
+    rows_R = wanted_T.nonzero().squeeze(1)
+    if rows_R.numel() == 0:
+        return rows_R
+    others = (~wanted_T).nonzero().squeeze(1)
+    others = others[torch.argsort(document_ids_T[others] < 0, stable=True)]
+    return torch.cat([rows_R, others[: -(rows_R.numel() + beside) % ROUNDING]]).sort().values
+
+
+@torch.no_grad()
+def walk_reply(
+    aligned: Aligned,
+    k: int,
+    propose: Callable[[Aligned, Tensor, Tensor], Sequence[Tensor]],
+    d2t: Tensor | None,
+    head_DH: Tensor,
+    chunk: int,
+) -> list[int]:
+    """Draft as vLLM does along one greedy reply: at row i, accept L ≤ k, go on at row i + L + 1.
+
+    A chain only matters up to its first rejection, and until then the tokens that precede its links are the reply's:
+    so one teacher-forced pass over all rows gives every acceptance length, and the walk picks those that serving would
+    land on. Accepted means that the draft's argmax is the reply's token; each run of reply tokens is one reply. Serving
+    first drafts after the reply's first token, which comes with the prompt, and not after its last.
+
+    Args:
+        propose: (row padded to a multiple of ROUNDING, document ids, drafting rows [R]) -> for each link the
+            normalised hidden states [R, H].
+        d2t: of a reduced vocabulary.
+        head_DH: the draft's vocabulary head.
+        chunk: rows that go through it at a time.
+
+    Returns:
+        L at each drafting point, in order.
+    """
+    fill = -aligned.input_ids.numel() % ROUNDING  # replies differ in length
+    tokens = functional.pad(aligned.input_ids, (0, fill))
+    mask = functional.pad(aligned.loss_mask.bool(), (0, fill))
+    documents = functional.pad(torch.zeros_like(aligned.input_ids), (0, fill), value=-1)
+    drafts_T = mask & mask.roll(-1)  # the last row of a reply is no drafting point
+    drafts_T[-1] = False
+    rows_R = rounded_up(drafts_T, documents)
+    if rows_R.numel() == 0:
+        return []
+    padded = Aligned(
+        input_ids=tokens,
+        loss_mask=mask,
+        position_ids=functional.pad(aligned.position_ids, (0, fill)),
+        aux_TAH=functional.pad(aligned.aux_TAH, (0, 0, 0, fill)),
+        last_TH=functional.pad(aligned.last_TH, (0, 0, 0, fill)),
+    )
+    hidden_SRH = propose(padded, documents, rows_R)
+    head_DH = head_DH.to(hidden_SRH[0].dtype)
+    reply_TP = functional.pad(torch.where(mask, tokens, -1), (0, k + 1), value=-1)
+    alive_R = torch.ones_like(rows_R, dtype=torch.bool)
+    accepted_R = torch.zeros_like(rows_R)
+    for link, hidden_RH in enumerate(hidden_SRH):
+        proposed_R = torch.cat([(part @ head_DH.T).argmax(-1) for part in hidden_RH.to(head_DH.dtype).split(chunk)])
+        if d2t is not None:
+            proposed_R = proposed_R + d2t[proposed_R]
+        wanted_R = reply_TP[rows_R + 1 + link]
+        if link:  # a reply's end is the end of its chain: the next run is another reply
+            alive_R = alive_R & (reply_TP[rows_R + link] >= 0)
+        alive_R = alive_R & (proposed_R == wanted_R)
+        accepted_R += alive_R
+    points_R = drafts_T[rows_R]
+    return landed(rows_R[points_R].tolist(), accepted_R[points_R].tolist())
+
+
+def landed(rows: Sequence[int], accepted: Sequence[int]) -> list[int]:
+    """Acceptance lengths at the rows that serving lands on, from those at all rows (ascending)."""
+    lengths: list[int] = []
+    due = -1
+    for row, count in zip(rows, accepted, strict=True):
+        if row < due:
+            continue
+        lengths.append(count)
+        due = row + count + 1
+    return lengths
