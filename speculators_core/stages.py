@@ -17,18 +17,19 @@ from speculators_core.data.rows import RowSet
 from speculators_core.provenance import versions
 from speculators_core.run import Run, StageResult, produce
 from speculators_core.store import input_digest
-from speculators_core.types import ArtifactRef
+from speculators_core.types import ArtifactRef, Json
 from speculators_core.verifier.fingerprint import capture_key
 
 if TYPE_CHECKING:
     from speculators_core.engine.server import Engine
     from speculators_core.evaluation.report import EvaluationReport
+    from speculators_core.evaluation.runs import Conditions
     from speculators_core.formats.card import ModelCard
     from speculators_core.training.request import TrainRequest
 
 # bump one when its stage's code changes what it writes
 VERSIONS = {"preflight": 1, "dataset": 1, "states": 1, "training": 1, "draft": 1, "baseline": 1}
-VERSIONS |= {"measurement": 1, "evaluation": 1}
+VERSIONS |= {"measurement": 1, "speed": 1, "evaluation": 1}
 
 
 def preflight(run: Run) -> StageResult:
@@ -37,10 +38,13 @@ def preflight(run: Run) -> StageResult:
 
     check_inputs(run.recipe, run.facts, run.verifier, run.layer_ids)
     inputs = {"verifier config": run.fingerprint.parts["config"], "runtime": run.runtime.key}
-    key = input_digest("preflight", VERSIONS["preflight"], {**inputs, "draft": run.draft_shape})
-    return produce(
-        run, "preflight", "preflight", key, inputs, lambda workspace: serve_untrained(run.recipe, run.home, workspace)
-    )
+    settings = {"draft": run.draft_shape}
+    key = input_digest("preflight", VERSIONS["preflight"], {**inputs, **settings})
+
+    def build(workspace: Path) -> dict[str, Any]:
+        return serve_untrained(run.recipe, run.home, workspace)
+
+    return produce(run, "preflight", "preflight", key, inputs, build, settings=settings)
 
 
 def prepare(run: Run) -> StageResult:
@@ -59,7 +63,7 @@ def prepare(run: Run) -> StageResult:
     def build(workspace: Path) -> dict[str, Any]:
         return data.prepare(config, run.verifier, workspace, progress=run.progress).model_dump(mode="json")
 
-    return produce(run, "prepare", "dataset", key, inputs, build)
+    return produce(run, "prepare", "dataset", key, inputs, build, settings=settings)
 
 
 def capture(run: Run, dataset: ArtifactRef) -> StageResult:
@@ -72,7 +76,8 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
         "verifier": run.fingerprint.digest,
         "capture": capture_key(run.fingerprint, run.runtime.key, run.layer_ids, config.dtype),
     }
-    key = input_digest("capture", VERSIONS["states"], {**inputs, "source": config.source})
+    settings = {"source": config.source}
+    key = input_digest("capture", VERSIONS["states"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
         rows = RowSet.open(run.store.path(dataset))
@@ -91,7 +96,7 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
         )
         return report.model_dump(mode="json")
 
-    return produce(run, "capture", "states", key, inputs, build)
+    return produce(run, "capture", "states", key, inputs, build, settings=settings)
 
 
 def train(run: Run, states: ArtifactRef) -> StageResult:
@@ -110,7 +115,7 @@ def train(run: Run, states: ArtifactRef) -> StageResult:
         request = train_request(run, run.store.path(states), workspace)
         return run_training(request, run.home, run.progress).model_dump(mode="json")
 
-    return produce(run, "train", "training", key, inputs, build)
+    return produce(run, "train", "training", key, inputs, build, settings=settings)
 
 
 def export(run: Run, training: ArtifactRef) -> StageResult:
@@ -120,87 +125,86 @@ def export(run: Run, training: ArtifactRef) -> StageResult:
     publish = run.recipe.verifier.publish_as or str(run.verifier)
     card = model_card(run)
     inputs = {"training": training.digest, "verifier": run.fingerprint.digest}
-    key = input_digest("export", VERSIONS["draft"], {**inputs, "name": publish, "card": card.model_dump(mode="json")})
+    settings: dict[str, Json] = {"name": publish, "card": card.model_dump(mode="json")}
+    key = input_digest("export", VERSIONS["draft"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
         trained = run.store.path(training)
         trainer.export(train_request(run, Path(), trained), trained, publish, workspace, card)
         return {"verifier": publish, "algorithm": str(run.recipe.algorithm["kind"])}
 
-    return produce(run, "export", "draft", key, inputs, build)
+    return produce(run, "export", "draft", key, inputs, build, settings=settings)
 
 
 def baseline(run: Run, dataset: ArtifactRef) -> StageResult:
     """The verifier alone on the held-back prompts: what a draft's output and speed are held against."""
     from speculators_core.evaluation.measure import measure_baseline
 
-    config = run.recipe.evaluation
     inputs = measured_with(run, dataset)
-    key = input_digest("baseline", VERSIONS["baseline"], {**inputs, "config": config.run_inputs(speculation=False)})
+    settings = {"config": run.recipe.evaluation.run_inputs(speculation=False)}
+    key = input_digest("baseline", VERSIONS["baseline"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
-        found = measure_baseline(
-            run.verifier,
-            RowSet.open(run.store.path(dataset)).prompts(),
-            run.recipe.runtime,
-            config,
-            home=run.home,
-            output=workspace,
-            verifier_fingerprint=run.fingerprint.digest,
-            trust_remote_code=run.recipe.verifier.trust_remote_code,
-            progress=run.progress,
-        )
+        found = measure_baseline(conditions(run, dataset), workspace)
         return {"tokens_per_second": found.tokens_per_second, "prompts": found.count, "tokens": found.tokens}
 
-    return produce(run, "baseline", "baseline", key, inputs, build)
+    return produce(run, "baseline", "baseline", key, inputs, build, settings=settings)
 
 
 def measure(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> StageResult:
     """A draft on the held-back prompts: what the engine counted. `digest` names the draft's bytes."""
     from speculators_core.evaluation.measure import measure_draft
 
-    config = run.recipe.evaluation
     alone = baseline(run, dataset)
     inputs = {**measured_with(run, dataset), "draft": digest}
-    key = input_digest("measure", VERSIONS["measurement"], {**inputs, "config": config.run_inputs(speculation=True)})
+    settings = {"config": run.recipe.evaluation.run_inputs(speculation=True)}
+    key = input_digest("measure", VERSIONS["measurement"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
-        found = measure_draft(
-            draft_dir,
-            run.verifier,
-            RowSet.open(run.store.path(dataset)).prompts(),
-            run.recipe.runtime,
-            config,
-            home=run.home,
-            output=workspace,
-            verifier_fingerprint=run.fingerprint.digest,
-            baseline=run.store.path(alone.ref),
-            trust_remote_code=run.recipe.verifier.trust_remote_code,
-            progress=run.progress,
-        )
+        known = run.store.path(alone.ref)
+        found = measure_draft(draft_dir, conditions(run, dataset), workspace, baseline=known)
         return {"k": found.k, "al": 1 + found.accepted / found.drafts, "prompts": found.count, "tokens": found.tokens}
 
-    return produce(run, "measure", "measurement", key, inputs, build)
+    return produce(run, "measure", "measurement", key, inputs, build, settings=settings)
+
+
+def time_arms(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> StageResult:
+    """Speed with and without the draft, the arms alternating: an artifact of its own, since it costs two engines."""
+    from speculators_core.evaluation.speed import measure_speed
+
+    inputs = {**measured_with(run, dataset), "draft": digest}
+    settings = {"config": run.recipe.evaluation.speed_inputs()}
+    key = input_digest("speed", VERSIONS["speed"], {**inputs, **settings})
+
+    def build(workspace: Path) -> dict[str, Any]:
+        found = measure_speed(draft_dir, conditions(run, dataset), workspace)
+        return {"ratios": {str(speed.concurrency): speed.ratio for speed in found.speeds}}
+
+    return produce(run, "speed", "speed", key, inputs, build, settings=settings)
 
 
 def evaluate(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> StageResult:
     """Acceptance, losslessness and speed of a draft, as a report with plots."""
     from speculators_core.evaluation.compare import compare
 
-    alone = baseline(run, dataset)
-    measured = measure(run, draft_dir, digest, dataset)
-    inputs = {"baseline": alone.ref.digest, "measurement": measured.ref.digest}
-    config = run.recipe.evaluation.model_dump(mode="json")
-    key = input_digest("evaluate", VERSIONS["evaluation"], {**inputs, "config": config})
+    parts = {"baseline": baseline(run, dataset), "measurement": measure(run, draft_dir, digest, dataset)}
+    if run.recipe.gate.speed == "require":
+        parts["speed"] = time_arms(run, draft_dir, digest, dataset)
+    inputs = {name: part.ref.digest for name, part in parts.items()}
+    settings = {"config": run.recipe.evaluation.model_dump(mode="json")}
+    key = input_digest("evaluate", VERSIONS["evaluation"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
-        paths = run.store.path(alone.ref), run.store.path(measured.ref)
-        report = compare(*paths, run.recipe.evaluation, workspace)
-        return report.model_dump(mode="json", include={"identity", "acceptance", "lossless", "speed"})
+        paths = {name: run.store.path(part.ref) for name, part in parts.items()}
+        report = compare(
+            paths["baseline"], paths["measurement"], run.recipe.evaluation, workspace, speed=paths.get("speed")
+        )
+        return report.model_dump(mode="json", include={"identity", "acceptance", "lossless", "speed", "alternating"})
 
-    result = produce(run, "evaluate", "evaluation", key, inputs, build)
-    seconds = alone.seconds + measured.seconds + result.seconds
-    return result.model_copy(update={"seconds": seconds, "cached": alone.cached and measured.cached and result.cached})
+    result = produce(run, "evaluate", "evaluation", key, inputs, build, settings=settings)
+    every = (*parts.values(), result)
+    seconds, cached = sum(part.seconds for part in every), all(part.cached for part in every)
+    return result.model_copy(update={"seconds": seconds, "cached": cached})
 
 
 def evaluate_exported(run: Run, draft: ArtifactRef, dataset: ArtifactRef) -> StageResult:
@@ -241,6 +245,22 @@ def read_evaluation(run: Run, evaluation: ArtifactRef) -> EvaluationReport:
 def measured_with(run: Run, dataset: ArtifactRef) -> dict[str, str]:
     """Inputs of every measurement: prompts, verifier and runtime."""
     return {"dataset": dataset.digest, "verifier": run.fingerprint.digest, "runtime": run.runtime.key}
+
+
+def conditions(run: Run, dataset: ArtifactRef) -> Conditions:
+    """What every run on the engine has in common, whatever draft it measures."""
+    from speculators_core.evaluation.runs import Conditions
+
+    return Conditions(
+        verifier_dir=run.verifier,
+        verifier_fingerprint=run.fingerprint.digest,
+        prompts=RowSet.open(run.store.path(dataset)).prompts(),
+        runtime=run.recipe.runtime,
+        config=run.recipe.evaluation,
+        home=run.home,
+        trust_remote_code=run.recipe.verifier.trust_remote_code,
+        progress=run.progress,
+    )
 
 
 def require_same_rendering(run: Run, rows: RowSet, engine: Engine) -> None:

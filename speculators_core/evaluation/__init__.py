@@ -1,5 +1,5 @@
 """Acceptance on a real engine: measured runs, statistics over prompts, and a report.
 
-`measure_baseline` and `measure_draft` each run one engine and leave a directory; `compare` turns two
-such directories into a report without any engine. `evaluate` does all three.
+`measure_baseline`, `measure_draft` and `measure_speed` run engines under common `Conditions`, and each leaves a
+directory; `compare` turns such directories into a report without any engine.
 """

@@ -7,18 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
-from speculators_core.engine.runtime import Runtime
 from speculators_core.errors import EvaluationError
 from speculators_core.evaluation.config import EvaluationConfig
 from speculators_core.evaluation.lossless import judge
-from speculators_core.evaluation.measure import measure_baseline, measure_draft
 from speculators_core.evaluation.plots import write_plots
 from speculators_core.evaluation.records import (
     Baseline,
-    EvaluationPrompt,
     Measurement,
     read_baseline,
     read_measurement,
+    read_speed,
 )
 from speculators_core.evaluation.report import (
     Acceptance,
@@ -30,61 +28,17 @@ from speculators_core.evaluation.report import (
     write_report,
 )
 from speculators_core.evaluation.statistics import acceptance_length, al_by_k, ratio_interval
-from speculators_core.types import ProgressCallback
-
-
-def evaluate(
-    draft_dir: Path,
-    verifier_dir: Path,
-    prompts: Sequence[EvaluationPrompt],
-    runtime: Runtime,
-    config: EvaluationConfig,
-    *,
-    home: Path,
-    output: Path,
-    verifier_fingerprint: str,
-    baseline: Path | None = None,
-    progress: ProgressCallback | None = None,
-) -> EvaluationReport:
-    """Measure the verifier alone (unless `baseline` holds that) and with the draft, and write the report to `output`.
-
-    Raises: what `measure_baseline` and `measure_draft` raise.
-    """
-    if baseline is None:
-        baseline = output / "baseline"
-        measure_baseline(
-            verifier_dir,
-            prompts,
-            runtime,
-            config,
-            home=home,
-            output=baseline,
-            verifier_fingerprint=verifier_fingerprint,
-            progress=progress,
-        )
-    measure_draft(
-        draft_dir,
-        verifier_dir,
-        prompts,
-        runtime,
-        config,
-        home=home,
-        output=output / "measurement",
-        verifier_fingerprint=verifier_fingerprint,
-        baseline=baseline,
-        progress=progress,
-    )
-    return compare(baseline, output / "measurement", config, output / "report")
+from speculators_core.types import StrictModel
 
 
 def compare(
-    baseline: Path | None, measurement: Path, config: EvaluationConfig, output: Path, *, speed: Speed | None = None
+    baseline: Path | None, measurement: Path, config: EvaluationConfig, output: Path, *, speed: Path | None = None
 ) -> EvaluationReport:
     """Turn the directories of measured runs into report.json, report.md, per_prompt.jsonl and plots in `output`.
 
     Args:
         baseline: of the same verifier, runtime and prompts; None leaves losslessness and speed unknown.
-        speed: a measurement with alternating arms, in place of the two runs' own speeds.
+        speed: of the same draft, verifier and runtime with alternating arms, beside the two runs' own speeds.
 
     Raises: EvaluationError where the two runs do not belong together.
     """
@@ -92,11 +46,15 @@ def compare(
     alone = None if baseline is None else read_baseline(baseline)
     if alone is not None:
         _require_one_world(alone, measured)
+    alternating = None if speed is None else read_speed(speed)
+    if alternating is not None:
+        _require_same(alternating.identity, measured.identity, ("draft", "verifier_fingerprint", "runtime_key"))
     report = EvaluationReport(
         identity=measured.identity,
         acceptance=summarise(measured, config),
         lossless=None if alone is None else _lossless(alone, measured, config),
-        speed=speed or (None if alone is None else _speed(alone, measured)),
+        speed=None if alone is None else _speed(alone, measured),
+        alternating=() if alternating is None else alternating.speeds,
         config=config,
         seconds=sum(run.seconds + run.engine_seconds for run in (alone, measured) if run is not None),
         per_prompt=measured.per_prompt,
@@ -172,12 +130,13 @@ def _speed(alone: Baseline, measured: Measurement) -> Speed:
 
 
 def _require_one_world(alone: Baseline, measured: Measurement) -> None:
-    ours, theirs = measured.identity, alone
-    for name in ("verifier_fingerprint", "runtime_key", "prompts"):
-        if getattr(ours, name) != getattr(theirs, name):
+    _require_same(alone, measured.identity, ("verifier_fingerprint", "runtime_key", "prompts"))
+    _require_same(alone, measured, ("max_new_tokens", "concurrency"))
+
+
+def _require_same(one: StrictModel, other: StrictModel, names: Sequence[str]) -> None:
+    for name in names:
+        if getattr(one, name) != getattr(other, name):
             raise EvaluationError(
-                f"baseline and measurement differ in {name.replace('_', ' ')}", mend="measure both anew"
+                f"the runs to compare differ in {name.replace('_', ' ')}", mend="measure all of them with one recipe"
             )
-    for name in ("max_new_tokens", "concurrency"):
-        if getattr(measured, name) != getattr(alone, name):
-            raise EvaluationError(f"baseline and measurement differ in {name}", mend="measure both with one config")

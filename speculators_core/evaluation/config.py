@@ -7,6 +7,19 @@ from pydantic import Field
 from speculators_core.types import Json, StrictModel
 
 
+class SpeedConfig(StrictModel):
+    """Speed with and without the draft by alternating arms: measured where the gate requires speed."""
+
+    concurrencies: tuple[int, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="Requests in flight, as the deployment serves them: the draft must pay at each. "
+        "null: evaluation.concurrency.",
+    )
+    rounds: int = Field(default=5, ge=1, description="Alternating rounds of each; fewer than 5 cannot decide at 95 %.")
+    max_prompts: int = Field(default=64, ge=1, description="Prompts of a round, the first of the prepared set.")
+
+
 class EvaluationConfig(StrictModel):
     """Settings of the runs on the engine and of the statistics over them.
 
@@ -27,6 +40,7 @@ class EvaluationConfig(StrictModel):
     dtype: str = Field(default="bfloat16", description="The engine's dtype.")
     kv_cache_gib: float = Field(default=2.0, gt=0, description="Size of each engine's KV cache in GiB.")
     enforce_eager: bool = Field(default=True, description="No graph capture; set false on a GPU where speed counts.")
+    speed: SpeedConfig = Field(default_factory=SpeedConfig, description="How speed is measured where it is gated.")
     startup_timeout_s: float = Field(default=300.0, gt=0, description="Longest wait for an engine to become ready.")
     request_timeout_s: float = Field(default=600.0, gt=0, description="Longest wait for one reply.")
 
@@ -41,6 +55,20 @@ class EvaluationConfig(StrictModel):
     confidence: float = Field(default=0.95, gt=0.5, lt=1, description="Of the two-sided interval over prompts.")
     resamples: int = Field(default=10_000, ge=100, description="Bootstrap resamples.")
     seed: int = Field(default=0, description="Of the bootstrap and of the second baseline's order.")
+
+    def speed_concurrencies(self) -> tuple[int, ...]:
+        """Concurrencies to measure speed at, ascending and distinct."""
+        return tuple(sorted(set(self.speed.concurrencies or (self.concurrency,))))
+
+    def speed_inputs(self) -> dict[str, Json]:
+        """The fields that the cache key of a measurement of speed needs."""
+        names = {"k", "max_new_tokens", "warmup_prompts", "dtype", "enforce_eager", "kv_cache_gib"}
+        settings = self.speed.model_dump(mode="json", exclude={"concurrencies"})
+        return {
+            **self.model_dump(mode="json", include=names),
+            **settings,
+            "concurrencies": list(self.speed_concurrencies()),
+        }
 
     def run_inputs(self, *, speculation: bool) -> dict[str, Json]:
         """The fields that a run's cache key needs; those of a run without speculation leave `k` out."""

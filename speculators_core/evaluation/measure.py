@@ -19,8 +19,7 @@ from typing import Any
 
 from speculators_core.engine.client import EngineClient, Generation
 from speculators_core.engine.metrics import SpecDecodeCounters
-from speculators_core.engine.runtime import Runtime, probe_runtime
-from speculators_core.engine.server import serve
+from speculators_core.engine.runtime import probe_runtime
 from speculators_core.errors import EvaluationError
 from speculators_core.evaluation.config import EvaluationConfig
 from speculators_core.evaluation.lossless import find_divergences, repeated_share
@@ -34,7 +33,7 @@ from speculators_core.evaluation.records import (
     write_replies,
 )
 from speculators_core.evaluation.report import Divergence, Identity, PromptCounts, write_jsonl, write_text
-from speculators_core.evaluation.runs import Run, choose, generation_requests, run_prompts, server_spec, warm_up
+from speculators_core.evaluation.runs import Conditions, Run, generation_requests, run_prompts, warm_up
 from speculators_core.evaluation.served import draft_digest, drafted_tokens, served_directory
 from speculators_core.types import ProgressCallback
 
@@ -42,43 +41,28 @@ log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
 
 
-def measure_baseline(
-    verifier_dir: Path,
-    prompts: Sequence[EvaluationPrompt],
-    runtime: Runtime,
-    config: EvaluationConfig,
-    *,
-    home: Path,
-    output: Path,
-    verifier_fingerprint: str,
-    trust_remote_code: bool = False,
-    progress: ProgressCallback | None = None,
-) -> Baseline:
+def measure_baseline(conditions: Conditions, output: Path) -> Baseline:
     """Serve the verifier alone: all prompts once, some again in another order; write what was found to `output`.
 
     Raises:
         EngineError: the engine did not start, or died.
         EvaluationError: no prompt, a prompt twice, or one that does not fit the verifier's context.
     """
-    chosen = choose(prompts, verifier_dir, config)
+    config, chosen = conditions.config, conditions.choose()
     requests = generation_requests(chosen, config)
     repeated = random.Random(config.seed).sample(requests, min(config.repeat_prompts, len(requests)))
-    report = _Progress(progress, len(requests) + len(repeated))
+    report = _Progress(conditions.progress, len(requests) + len(repeated))
     started = time.monotonic()
-    spec = server_spec(str(verifier_dir.resolve()), chosen, config, trust_remote_code=trust_remote_code)
-    with (
-        serve(runtime, spec, home=home, startup_timeout_s=config.startup_timeout_s) as engine,
-        engine.client(timeout_s=config.request_timeout_s) as client,
-    ):
+    with conditions.serving(conditions.spec(conditions.verifier_dir, chosen)) as (engine, client):
         engine_seconds = time.monotonic() - started
         warm_up(client, requests, config)
-        first = run_prompts(client, requests, config, report)
-        second = run_prompts(client, repeated, config, report)
+        first = run_prompts(client, requests, config.concurrency, report)
+        second = run_prompts(client, repeated, config.concurrency, report)
         divergences = find_divergences(
             client, _token_ids(chosen), second.by_id(), first.by_id(), concurrency=config.concurrency
         )
     baseline = Baseline(
-        verifier_fingerprint=verifier_fingerprint,
+        verifier_fingerprint=conditions.verifier_fingerprint,
         runtime_key=engine.info.key,
         vllm=engine.info.vllm,
         prompts=prompts_digest(chosen),
@@ -99,59 +83,46 @@ def measure_baseline(
 
 
 def measure_draft(
-    draft_dir: Path,
-    verifier_dir: Path,
-    prompts: Sequence[EvaluationPrompt],
-    runtime: Runtime,
-    config: EvaluationConfig,
-    *,
-    home: Path,
-    output: Path,
-    verifier_fingerprint: str,
-    baseline: Path | None = None,
-    trust_remote_code: bool = False,
-    progress: ProgressCallback | None = None,
+    draft_dir: Path, conditions: Conditions, output: Path, *, baseline: Path | None = None
 ) -> Measurement:
     """Serve the draft with its verifier, run the prompts once, and write what the engine counted to `output`.
 
     Args:
-        baseline: directory of `measure_baseline` on the same verifier, runtime and prompts: replies are held
-            against its; without one losslessness and speed stay unknown.
+        baseline: directory of `measure_baseline` under the same conditions: replies are held against its; without
+            one losslessness and speed stay unknown.
 
     Raises:
         EngineError: the engine did not start, or died.
         EvaluationError: prompts as in `measure_baseline`, a baseline of something else, nothing drafted, or counters
             that are not this run's alone.
     """
-    chosen = choose(prompts, verifier_dir, config)
+    config, chosen = conditions.config, conditions.choose()
     requests = generation_requests(chosen, config)
     k = config.k or drafted_tokens(draft_dir)
-    info = probe_runtime(runtime, home=home)
+    info = probe_runtime(conditions.runtime, home=conditions.home)
     identity = Identity(
         draft=draft_digest(draft_dir),
-        verifier_fingerprint=verifier_fingerprint,
+        verifier_fingerprint=conditions.verifier_fingerprint,
         runtime_key=info.key,
         vllm=info.vllm,
         prompts=prompts_digest(chosen),
     )
     expected = None if baseline is None else _expected_replies(baseline, chosen, config, identity)
     started = time.monotonic()
-    with served_directory(draft_dir, verifier_dir, home / "scratch") as served:
-        spec = server_spec(str(served.resolve()), chosen, config, k=k, trust_remote_code=trust_remote_code)
-        with (
-            serve(runtime, spec, home=home, startup_timeout_s=config.startup_timeout_s) as engine,
-            engine.client(timeout_s=config.request_timeout_s) as client,
-        ):
-            engine_seconds = time.monotonic() - started
-            warm_up(client, requests, config)
-            before = _settled_counters(client)
-            run = run_prompts(client, requests, config, _Progress(progress, len(requests)))
-            counted = _settled_counters(client) - before
-            divergences = None
-            if expected is not None:
-                divergences = find_divergences(
-                    client, _token_ids(chosen), run.by_id(), expected, concurrency=config.concurrency
-                )
+    with (
+        served_directory(draft_dir, conditions.verifier_dir, conditions.home / "scratch") as served,
+        conditions.serving(conditions.spec(served, chosen, k=k)) as (_, client),
+    ):
+        engine_seconds = time.monotonic() - started
+        warm_up(client, requests, config)
+        before = _settled_counters(client)
+        run = run_prompts(client, requests, config.concurrency, _Progress(conditions.progress, len(requests)))
+        counted = _settled_counters(client) - before
+        divergences = None
+        if expected is not None:
+            divergences = find_divergences(
+                client, _token_ids(chosen), run.by_id(), expected, concurrency=config.concurrency
+            )
     per_prompt = _count_prompts(chosen, run, k, divergences, config)
     _require_same_counts(counted, per_prompt)
     measurement = Measurement(

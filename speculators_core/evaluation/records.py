@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from speculators_core.errors import EvaluationError
-from speculators_core.evaluation.report import Divergence, Identity, PromptCounts, read_jsonl
+from speculators_core.evaluation.report import Divergence, Identity, PromptCounts, Speed, read_jsonl
 from speculators_core.types import StrictModel
 
 
@@ -85,6 +85,13 @@ class Measurement(StrictModel):
         return self.tokens / self.seconds
 
 
+class SpeedMeasurement(StrictModel):
+    """Speed of one draft by alternating arms, at each concurrency; identity.prompts are those of a round."""
+
+    identity: Identity
+    speeds: tuple[Speed, ...]
+
+
 def prompts_digest(prompts: Sequence[EvaluationPrompt]) -> str:
     """sha256 over ids, domains and token ids, in order: two runs with one digest saw the same prompts."""
     content = [[prompt.id, prompt.domain, list(prompt.prompt_token_ids)] for prompt in prompts]
@@ -106,6 +113,14 @@ def read_measurement(directory: Path) -> Measurement:
         return measurement.model_copy(update={"per_prompt": read_jsonl(directory / "per_prompt.jsonl")})
     except (OSError, ValidationError, ValueError) as error:
         raise EvaluationError(f"{directory} holds no measurement: {error}", mend="measure it again") from error
+
+
+def read_speed(directory: Path) -> SpeedMeasurement:
+    """Read what `measure_speed` wrote; EvaluationError where it is not whole."""
+    try:
+        return SpeedMeasurement.model_validate_json((directory / "speed.json").read_text())
+    except (OSError, ValidationError) as error:
+        raise EvaluationError(f"{directory} holds no measured speed: {error}", mend="measure it again") from error
 
 
 def write_replies(path: Path, replies: Sequence[Sequence[int]]) -> None:

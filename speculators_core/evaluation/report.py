@@ -106,6 +106,9 @@ class Speed(StrictModel):
     ratio: float = Field(description="with / without")
     concurrency: int
     arms: str = Field(description="how the two arms were run")
+    rounds: tuple[tuple[float, float], ...] = Field(
+        default=(), description="tokens/s (with, without) of each alternating round; empty: one run each"
+    )
 
 
 class Identity(StrictModel):
@@ -119,16 +122,26 @@ class Identity(StrictModel):
 
 
 class EvaluationReport(StrictModel):
-    """Everything that a gate or a reader needs of one draft on one verifier and runtime."""
+    """Everything that a gate or a reader needs of one draft on one verifier and runtime.
+
+    speed: of the two counted runs, one engine after the other: cheap, and blind to a machine that drifts ·
+    alternating: by alternating arms, one entry for each concurrency; empty unless the gate requires speed.
+    """
 
     schema_version: int = SCHEMA_VERSION
     identity: Identity
     acceptance: Acceptance
     lossless: Lossless | None
     speed: Speed | None
+    alternating: tuple[Speed, ...] = ()
     config: EvaluationConfig
     seconds: float
     per_prompt: tuple[PromptCounts, ...] = Field(default=(), exclude=True)
+
+    @property
+    def told_speed(self) -> Speed | None:
+        """The one figure to show: the worst of the alternating ones where there are any, else the cheap one."""
+        return min(self.alternating, key=lambda speed: speed.ratio) if self.alternating else self.speed
 
 
 def write_report(report: EvaluationReport, output: Path) -> None:
@@ -192,8 +205,7 @@ def to_markdown(report: EvaluationReport) -> str:
     lines += [f"| {g.name} | {g.prompts} | {g.al:.3f} |{_interval(g.interval)} |" for g in acceptance.by_domain]
     if report.lossless is not None:
         lines += ["", *_lossless_lines(report.lossless)]
-    if report.speed is not None:
-        speed = report.speed
+    for speed in report.alternating or (() if report.speed is None else (report.speed,)):
         lines += [
             "",
             f"Speed at {speed.concurrency} requests at once ({speed.arms}): {speed.with_:.0f} tokens/s with the draft, "

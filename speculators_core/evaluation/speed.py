@@ -1,7 +1,7 @@
 """Speed with and without a draft, with alternating arms: for where speed decides.
 
 A machine's speed drifts (clocks, neighbours, caches), so two engines are up at once and take turns, one idle while
-the other works; each arm's speed is its median over the rounds.
+the other works: each round times both, and the rounds are compared as pairs.
 """
 
 from __future__ import annotations
@@ -10,28 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from speculators_core.engine.runtime import Runtime
-from speculators_core.engine.server import serve
-from speculators_core.evaluation.config import EvaluationConfig
-from speculators_core.evaluation.records import EvaluationPrompt
-from speculators_core.evaluation.report import Speed
-from speculators_core.evaluation.runs import choose, generation_requests, run_prompts, server_spec, warm_up
-from speculators_core.evaluation.served import drafted_tokens, served_directory
-from speculators_core.types import ProgressCallback
+from speculators_core.engine.runtime import probe_runtime
+from speculators_core.evaluation.records import SpeedMeasurement, prompts_digest
+from speculators_core.evaluation.report import Identity, Speed, write_text
+from speculators_core.evaluation.runs import Conditions, generation_requests, run_prompts, warm_up
+from speculators_core.evaluation.served import draft_digest, drafted_tokens, served_directory
+
+# Later rounds must not find the first one in the prefix cache; and each engine gets half a GPU (the size of the KV
+# cache is given, so the share only tells vLLM how much memory must be free when it starts).
+_BESIDE_ANOTHER = ("--no-enable-prefix-caching", "--gpu-memory-utilization", "0.45")
 
 
-def measure_speed(
-    draft_dir: Path,
-    verifier_dir: Path,
-    prompts: Sequence[EvaluationPrompt],
-    runtime: Runtime,
-    config: EvaluationConfig,
-    *,
-    home: Path,
-    rounds: int = 3,
-    progress: ProgressCallback | None = None,
-) -> Speed:
-    """Tokens per second of both arms at `config.concurrency`, alternating over `rounds` rounds.
+def measure_speed(draft_dir: Path, conditions: Conditions, output: Path) -> SpeedMeasurement:
+    """Tokens per second of both arms, alternating, at each of `config.speed`'s concurrencies; speed.json in `output`.
 
     Needs memory for two engines: the verifier twice, and twice `config.kv_cache_gib`.
 
@@ -39,35 +30,55 @@ def measure_speed(
         EngineError: an engine did not start, or died.
         EvaluationError: prompts as in `measure_baseline`.
     """
-    chosen = choose(prompts, verifier_dir, config)
+    config, settings = conditions.config, conditions.config.speed
+    chosen = conditions.choose(settings.max_prompts)
     requests = generation_requests(chosen, config)
+    concurrencies = config.speed_concurrencies()
+    beside = {"extra_args": _BESIDE_ANOTHER, "max_num_seqs": max(concurrencies)}
     k = config.k or drafted_tokens(draft_dir)
-    # later rounds must not find the first one in the prefix cache
-    fresh = ("--no-enable-prefix-caching",)
-    alone = server_spec(str(verifier_dir.resolve()), chosen, config).model_copy(update={"extra_args": fresh})
-    speeds: dict[str, list[float]] = {"with": [], "without": []}
-    with served_directory(draft_dir, verifier_dir, home / "scratch") as served:
-        drafting = server_spec(str(served.resolve()), chosen, config, k=k).model_copy(update={"extra_args": fresh})
-        with (
-            serve(runtime, alone, home=home, startup_timeout_s=config.startup_timeout_s) as first,
-            serve(runtime, drafting, home=home, startup_timeout_s=config.startup_timeout_s) as second,
-            first.client(timeout_s=config.request_timeout_s) as without,
-            second.client(timeout_s=config.request_timeout_s) as with_draft,
-        ):
+    info = probe_runtime(conditions.runtime, home=conditions.home)
+    found: list[Speed] = []
+    with served_directory(draft_dir, conditions.verifier_dir, conditions.home / "scratch") as served:
+        alone = conditions.spec(conditions.verifier_dir, chosen).model_copy(update=beside)
+        drafting = conditions.spec(served, chosen, k=k).model_copy(update=beside)
+        with conditions.serving(alone) as (_, without), conditions.serving(drafting) as (_, with_draft):
             arms = {"without": without, "with": with_draft}
             for client in arms.values():
                 warm_up(client, requests, config)
-            for done in range(rounds):
-                for name in sorted(arms, reverse=done % 2 == 1):  # neither arm always goes first
-                    run = run_prompts(arms[name], requests, config)
-                    speeds[name].append(run.tokens / run.seconds)
-                if progress is not None:
-                    progress(done + 1, rounds)
-    with_, without_ = median(speeds["with"]), median(speeds["without"])
+            for index, concurrency in enumerate(concurrencies):
+                rounds: list[tuple[float, float]] = []
+                for number in range(settings.rounds):
+                    rate: dict[str, float] = {}
+                    for name in sorted(arms, reverse=number % 2 == 1):  # neither arm always goes first
+                        run = run_prompts(arms[name], requests, concurrency)
+                        rate[name] = run.tokens / run.seconds
+                    rounds.append((rate["with"], rate["without"]))
+                    if conditions.progress is not None:
+                        done = index * settings.rounds + number + 1
+                        conditions.progress(done, len(concurrencies) * settings.rounds)
+                found.append(speed_of_rounds(rounds, concurrency))
+    measured = SpeedMeasurement(
+        identity=Identity(
+            draft=draft_digest(draft_dir),
+            verifier_fingerprint=conditions.verifier_fingerprint,
+            runtime_key=info.key,
+            vllm=info.vllm,
+            prompts=prompts_digest(chosen),
+        ),
+        speeds=tuple(found),
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    write_text(output / "speed.json", measured.model_dump_json(indent=2) + "\n")
+    return measured
+
+
+def speed_of_rounds(rounds: Sequence[tuple[float, float]], concurrency: int) -> Speed:
+    """Medians of the arms and of the rounds' ratios; `rounds` holds tokens/s (with the draft, without)."""
     return Speed(
-        with_=with_,
-        without=without_,
-        ratio=with_ / without_,
-        concurrency=config.concurrency,
-        arms=f"median of {rounds} alternating rounds",
+        with_=median(with_ for with_, _ in rounds),
+        without=median(without for _, without in rounds),
+        ratio=median(with_ / without for with_, without in rounds),
+        concurrency=concurrency,
+        arms=f"median of {len(rounds)} alternating rounds",
+        rounds=tuple(rounds),
     )

@@ -138,6 +138,13 @@ def binomial_shortfall(successes: int, trials: int, other_successes: int, other_
     return min(1.0, ways / comb(total, hits))
 
 
+def sign_test(successes: int, trials: int) -> float:
+    """One-sided p-value of "a trial succeeds no more often than not": P(X ≥ successes) for X ~ Binomial(trials, ½)."""
+    from math import comb
+
+    return float(sum(comb(trials, x) for x in range(successes, trials + 1)) / 2**trials)
+
+
 def al_by_k(drafts: ArrayLike, accepted_NK: ArrayLike) -> tuple[float, ...]:
     """AL at each K′ = 1…K from one run at K: 1 + Σ_{i ≤ K′} (accepted at position i) / drafts.
 

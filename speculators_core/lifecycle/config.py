@@ -22,5 +22,15 @@ class GateConfig(StrictModel):
     resamples: int = Field(default=10_000, ge=100, description="Bootstrap resamples.")
     seed: int = Field(default=0, description="Of the bootstrap.")
     lossless: Literal["require", "report"] = Field(default="require", description="Whether lossy drafts fail.")
-    speed: Literal["require", "report"] = Field(default="require", description="Whether slower drafts fail.")
+    speed: Literal["require", "report"] = Field(
+        default="require", description="Whether drafts that do not pay fail (measured with alternating arms)."
+    )
     min_speed_ratio: float = Field(default=1.0, gt=0, description="Least tokens/s with the draft over without.")
+    approval: Literal["none", "required"] = Field(
+        default="none", description="Whether a person must approve what the gate has passed."
+    )
+    approval_timeout_s: int = Field(
+        default=86_400,
+        ge=60,
+        description="A run that waits longer for it ends, and promotes nothing.",
+    )

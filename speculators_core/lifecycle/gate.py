@@ -5,8 +5,10 @@ or the interval straddles the margin): draw more prompts up to `max_prompts`, th
 is shown to hold. The draft's outcome is the worst of its checks.
 
 Against an incumbent the rule is non-inferiority: the one-sided paired bootstrap bound of AL(candidate) / AL(incumbent)
-over the same prompts must lie above 1 − margin (pass) or below it (fail). Domains of at least `domain_min_prompts`
-prompts are gated by the same rule, their p-values corrected by Holm's method; smaller ones are only reported.
+over the same prompts must lie above 1 − margin (pass) or below it (fail). Where speed is required, the rounds with
+alternating arms are held against `min_speed_ratio` by a sign test, at each concurrency. Domains of at least
+`domain_min_prompts` prompts are gated by the rule of the whole, their p-values corrected by Holm's method; smaller
+ones are only reported.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from typing import Literal
 import numpy as np
 
 from speculators_core.errors import EvaluationError
-from speculators_core.evaluation.report import EvaluationReport, PromptCounts
-from speculators_core.evaluation.statistics import Comparison, compare_paired, holm
+from speculators_core.evaluation.report import EvaluationReport, PromptCounts, Speed
+from speculators_core.evaluation.statistics import Comparison, compare_paired, holm, sign_test
 from speculators_core.lifecycle.config import GateConfig
 from speculators_core.types import StrictModel
 
@@ -79,16 +81,17 @@ def decide(
     if candidate.acceptance.interval is not None:
         numbers |= {"al_low": candidate.acceptance.interval.low, "al_high": candidate.acceptance.interval.high}
 
-    for name, rule, found in (
-        ("lossless", config.lossless, _check_lossless(candidate)),
-        ("speed", config.speed, _check_speed(candidate, config)),
-    ):
-        if rule == "require":
-            checks.append(found)
-        else:
-            reported.append(f"{name} (report only): {found.reason}")
-    if candidate.speed is not None:
-        numbers["speed_ratio"] = candidate.speed.ratio
+    lossless = _check_lossless(candidate)
+    if config.lossless == "require":
+        checks.append(lossless)
+    else:
+        reported.append(f"lossless (report only): {lossless.reason}")
+    if config.speed == "require":
+        checks += _check_speed(candidate, config)
+    elif candidate.told_speed is not None:
+        reported.append(f"speed (report only): {_speed_sentence(candidate.told_speed)}")
+    if candidate.told_speed is not None:
+        numbers["speed_ratio"] = candidate.told_speed.ratio
 
     comparison: Comparison | None = None
     if incumbent is not None:
@@ -159,15 +162,34 @@ def _check_lossless(candidate: EvaluationReport) -> Check:
     return Check(name="lossless", outcome="fail", reason=reason)
 
 
-def _check_speed(candidate: EvaluationReport, config: GateConfig) -> Check:
-    speed = candidate.speed
-    if speed is None:
-        return Check(name="speed", outcome="inconclusive", reason="speed was not measured")
-    reason = (
+def _check_speed(candidate: EvaluationReport, config: GateConfig) -> list[Check]:
+    """One check for each concurrency: a sign test over the rounds, whose two arms are a pair."""
+    if not candidate.alternating:
+        reason = "speed was not measured with alternating arms"
+        return [Check(name="speed", outcome="inconclusive", reason=reason)]
+    checks = []
+    for speed in candidate.alternating:
+        rounds, alpha = len(speed.rounds), 1 - config.confidence
+        fast = sum(with_ / without >= config.min_speed_ratio for with_, without in speed.rounds)
+        outcome: Outcome = "inconclusive"
+        if sign_test(fast, rounds) <= alpha:
+            outcome = "pass"
+        elif sign_test(rounds - fast, rounds) <= alpha:
+            outcome = "fail"
+        reason = (
+            f"{_speed_sentence(speed)}; {fast} of {rounds} rounds reach the least ratio, {config.min_speed_ratio:.2f}×"
+        )
+        if outcome == "inconclusive":
+            reason += ": raise evaluation.speed.rounds to tell"
+        checks.append(Check(name=f"speed at {speed.concurrency}", outcome=outcome, reason=reason))
+    return checks
+
+
+def _speed_sentence(speed: Speed) -> str:
+    return (
         f"{speed.with_:.0f} tokens/s with the draft and {speed.without:.0f} without at {speed.concurrency} requests "
-        f"at once: {speed.ratio:.2f}×, least {config.min_speed_ratio:.2f}×"
+        f"at once: {speed.ratio:.2f}× ({speed.arms})"
     )
-    return Check(name="speed", outcome="pass" if speed.ratio >= config.min_speed_ratio else "fail", reason=reason)
 
 
 def _require_comparable(candidate: EvaluationReport, incumbent: EvaluationReport) -> None:
@@ -241,7 +263,7 @@ def _next_prompts(
 ) -> int | None:
     count = candidate.acceptance.prompts
     names = {check.name for check in checks if check.outcome == "inconclusive"}
-    if names & {"lossless", "speed"} or count >= config.max_prompts:
+    if any(name.startswith(("lossless", "speed")) for name in names) or count >= config.max_prompts:
         return None
     wanted = max(config.min_prompts, 2 * count)
     if "incumbent" in names and comparison is not None:

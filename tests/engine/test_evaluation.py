@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from speculators_core.engine.runtime import Runtime
 from speculators_core.errors import EngineError, EvaluationError
 from speculators_core.evaluation.compare import compare
-from speculators_core.evaluation.config import EvaluationConfig
+from speculators_core.evaluation.config import EvaluationConfig, SpeedConfig
 from speculators_core.evaluation.measure import measure_baseline, measure_draft
-from speculators_core.evaluation.records import Measurement, read_baseline
+from speculators_core.evaluation.records import Measurement, read_baseline, read_speed
+from speculators_core.evaluation.runs import Conditions
+from speculators_core.evaluation.speed import measure_speed
 from speculators_core.processes import kill_all
 
 pytestmark = pytest.mark.engine
@@ -45,24 +46,11 @@ class Prompt:
 class World:
     """What every test here measures on; `measure` runs a draft against the one baseline."""
 
-    verifier: Path
-    prompts: list[Prompt]
-    runtime: Runtime
-    home: Path
+    conditions: Conditions
     baseline: Path
 
     def measure(self, draft: Path, output: Path, config: EvaluationConfig = CONFIG) -> Measurement:
-        return measure_draft(
-            draft,
-            self.verifier,
-            self.prompts,
-            self.runtime,
-            config,
-            home=self.home,
-            output=output,
-            verifier_fingerprint=FINGERPRINT,
-            baseline=self.baseline,
-        )
+        return measure_draft(draft, replace(self.conditions, config=config), output, baseline=self.baseline)
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +70,9 @@ def world(verifier_dir, runtime, engine_home, tmp_path_factory) -> World:
         for n, row in enumerate(rows)
     ]
     baseline = tmp_path_factory.mktemp("evaluation") / "baseline"
-    measure_baseline(
-        verifier_dir,
-        prompts,
-        runtime,
-        CONFIG,
-        home=engine_home,
-        output=baseline,
-        verifier_fingerprint=FINGERPRINT,
-    )
-    return World(verifier_dir, prompts, runtime, engine_home, baseline)
+    conditions = Conditions(verifier_dir, FINGERPRINT, prompts, runtime, CONFIG, engine_home)
+    measure_baseline(conditions, baseline)
+    return World(conditions, baseline)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +132,7 @@ def test_a_draft_of_commas_is_accepted_exactly_where_the_verifier_writes_them(wo
     from speculators_core.evaluation.records import read_replies
 
     replies = dict(
-        zip((p.id for p in world.prompts), read_replies(world.baseline / "replies.safetensors"), strict=True)
+        zip((p.id for p in world.conditions.prompts), read_replies(world.baseline / "replies.safetensors"), strict=True)
     )
     compared = 0
     for row in measured.per_prompt:
@@ -162,7 +143,7 @@ def test_a_draft_of_commas_is_accepted_exactly_where_the_verifier_writes_them(wo
         assert abs(row.drafts - drafts) <= 1
         assert 0 <= row.accepted - expected <= 1
         compared += 1
-    assert compared >= len(world.prompts) // 2
+    assert compared >= len(world.conditions.prompts) // 2
     assert measured.accepted > 0
 
 
@@ -178,24 +159,33 @@ def walk(reply: tuple[int, ...]) -> tuple[int, int]:
     return accepted, drafts
 
 
+def test_speed_by_alternating_arms_is_timed_as_pairs_at_each_concurrency(world, untrained, tmp_path):
+    """Two engines at once; an untrained draft only costs, so every round says that it does not pay."""
+    speed = SpeedConfig(concurrencies=(4, 2), rounds=2, max_prompts=4)
+    conditions = replace(world.conditions, config=CONFIG.model_copy(update={"speed": speed, "max_new_tokens": 16}))
+    seen = []
+    measure_speed(
+        untrained, replace(conditions, progress=lambda done, total: seen.append((done, total))), tmp_path / "s"
+    )
+    measured = read_speed(tmp_path / "s")
+    assert [found.concurrency for found in measured.speeds] == [2, 4]
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    for found in measured.speeds:
+        assert len(found.rounds) == 2
+        assert all(0 < with_ < without for with_, without in found.rounds), found.rounds
+
+
 def test_an_engine_that_dies_in_the_middle_is_a_typed_error_and_leaves_nothing_behind(world, tmp_path):
     home, output = tmp_path / "home", tmp_path / "baseline"
     with pytest.raises(EngineError):
         measure_baseline(
-            world.verifier,
-            world.prompts,
-            world.runtime,
-            CONFIG,
-            home=home,
-            output=output,
-            verifier_fingerprint=FINGERPRINT,
-            progress=lambda done, total: kill_all(home) and None,
+            replace(world.conditions, home=home, progress=lambda done, total: kill_all(home) and None), output
         )
     assert not output.exists()
 
 
 def test_a_baseline_of_another_world_is_refused_before_an_engine_starts(world, untrained, tmp_path):
-    assert read_baseline(world.baseline).count == len(world.prompts)
+    assert read_baseline(world.baseline).count == len(world.conditions.prompts)
     with pytest.raises(EvaluationError, match="concurrency"):
         world.measure(untrained, tmp_path / "m", CONFIG.model_copy(update={"concurrency": 3}))
     assert not (tmp_path / "m").exists()
@@ -204,22 +194,6 @@ def test_a_baseline_of_another_world_is_refused_before_an_engine_starts(world, u
 def test_a_prompt_that_does_not_fit_is_named_before_an_engine_starts(world, tmp_path):
     long = Prompt(id="much-too-long", domain="all", prompt_token_ids=(5,) * 9000)
     with pytest.raises(EvaluationError, match="much-too-long"):
-        measure_baseline(
-            world.verifier,
-            [long],
-            world.runtime,
-            CONFIG,
-            home=tmp_path,
-            output=tmp_path / "b",
-            verifier_fingerprint=FINGERPRINT,
-        )
+        measure_baseline(replace(world.conditions, prompts=[long]), tmp_path / "b")
     with pytest.raises(EvaluationError, match="no prompt"):
-        measure_baseline(
-            world.verifier,
-            [],
-            world.runtime,
-            CONFIG,
-            home=tmp_path,
-            output=tmp_path / "b",
-            verifier_fingerprint=FINGERPRINT,
-        )
+        measure_baseline(replace(world.conditions, prompts=[]), tmp_path / "b")

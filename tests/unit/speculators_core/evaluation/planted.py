@@ -14,6 +14,7 @@ from speculators_core.evaluation.report import (
     PromptCounts,
     Speed,
 )
+from speculators_core.evaluation.speed import speed_of_rounds
 from speculators_core.evaluation.statistics import acceptance_length, al_by_k, ratio_interval
 
 K = 3
@@ -43,6 +44,13 @@ def expected_al(rates: np.ndarray, k: int = K) -> float:
     return float(1.0 + (drafts * per_draft).sum() / drafts.sum())
 
 
+def planted_speed(ratio: float, noise: float, rounds: int, generator: np.random.Generator) -> Speed:
+    """Rounds on a drifting machine: each arm's rate varies by `noise`, and both by the machine's drift."""
+    drift = generator.uniform(0.5, 1.0, rounds)
+    arms = np.exp(generator.normal(0.0, noise, (rounds, 2))) * drift[:, None] * np.array([100.0 * ratio, 100.0])
+    return speed_of_rounds([(float(with_), float(without)) for with_, without in arms], concurrency=8)
+
+
 def planted_report(
     rates: np.ndarray,
     generator: np.random.Generator,
@@ -51,6 +59,8 @@ def planted_report(
     identical: int | None = None,
     gap: float = 0.1,
     speed: float = 1.5,
+    noise: float = 0.0,
+    rounds: int = 5,
     prompts_digest: str = "p",
 ) -> EvaluationReport:
     """A report as the engine would have given it for these rates."""
@@ -92,7 +102,8 @@ def planted_report(
             without_loops=group.model_copy(update={"name": "without loops"}),
         ),
         lossless=lossless,
-        speed=Speed(with_=100 * speed, without=100.0, ratio=speed, concurrency=8, arms="planted"),
+        speed=Speed(with_=90.0, without=100.0, ratio=0.9, concurrency=8, arms="one run each"),
+        alternating=() if not rounds else (planted_speed(speed, noise, rounds, generator.spawn(1)[0]),),
         config=config,
         seconds=1.0,
         per_prompt=tuple(

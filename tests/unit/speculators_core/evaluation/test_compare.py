@@ -12,18 +12,20 @@ from speculators_core.engine.client import Generation
 from speculators_core.engine.metrics import SpecDecodeCounters
 from speculators_core.errors import EvaluationError
 from speculators_core.evaluation.compare import compare
-from speculators_core.evaluation.config import EvaluationConfig
+from speculators_core.evaluation.config import EvaluationConfig, SpeedConfig
 from speculators_core.evaluation.measure import _prompt_counts, _require_same_counts
 from speculators_core.evaluation.plots import PLOTS
 from speculators_core.evaluation.records import (
     Baseline,
     Measurement,
+    SpeedMeasurement,
     prompts_digest,
     read_measurement,
     read_replies,
     write_replies,
 )
 from speculators_core.evaluation.report import Divergence, Identity, PromptCounts, read_report, write_jsonl
+from speculators_core.evaluation.speed import speed_of_rounds
 from tests.unit.speculators_core.evaluation.planted import planted_counts, prompt_rates
 
 CONFIG = EvaluationConfig(resamples=200)
@@ -131,6 +133,25 @@ def test_without_a_baseline_losslessness_and_speed_stay_unknown(runs, tmp_path):
     assert report.speed is None
 
 
+def test_speed_by_alternating_arms_stands_beside_the_cheap_figure(runs, tmp_path):
+    speeds = (speed_of_rounds([(300.0, 200.0), (30.0, 20.0), (60.0, 50.0)], 8),)
+    measured = SpeedMeasurement(identity=IDENTITY.model_copy(update={"prompts": "fewer"}), speeds=speeds)
+    (tmp_path / "speed").mkdir()
+    (tmp_path / "speed" / "speed.json").write_text(measured.model_dump_json())
+    report = compare(*runs, CONFIG, tmp_path / "report", speed=tmp_path / "speed")
+    assert report.speed is not None and report.speed.ratio == 0.5
+    assert report.told_speed == report.alternating[0]
+    assert (report.told_speed.ratio, report.told_speed.with_, report.told_speed.without) == (1.5, 60.0, 50.0)
+    assert read_report(tmp_path / "report") == report
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "median of 3 alternating rounds" in text and "one run each" not in text
+
+    other = measured.model_copy(update={"identity": IDENTITY.model_copy(update={"draft": "another"})})
+    (tmp_path / "speed" / "speed.json").write_text(other.model_dump_json())
+    with pytest.raises(EvaluationError, match="differ in draft"):
+        compare(*runs, CONFIG, tmp_path / "report", speed=tmp_path / "speed")
+
+
 @pytest.mark.parametrize("field", ["verifier_fingerprint", "runtime_key", "prompts", "max_new_tokens", "concurrency"])
 def test_runs_of_different_worlds_do_not_compare(runs, tmp_path, field):
     path = runs[0] / "baseline.json"
@@ -198,6 +219,16 @@ def test_prompts_digest_depends_on_tokens_and_order():
     assert prompts_digest([a, b]) == prompts_digest([Prompt("a"), Prompt("b")])
     assert prompts_digest([a, b]) != prompts_digest([b, a])
     assert prompts_digest([a]) != prompts_digest([Prompt("a", (1, 3))])
+
+
+def test_settings_of_speed_change_the_key_of_speed_alone():
+    base, other = EvaluationConfig(), EvaluationConfig(speed=SpeedConfig(rounds=9))
+    for speculation in (False, True):
+        assert base.run_inputs(speculation=speculation) == other.run_inputs(speculation=speculation)
+    assert base.speed_inputs() != other.speed_inputs()
+    assert base.speed_inputs() == EvaluationConfig(max_prompts=500, resamples=100).speed_inputs()
+    assert base.speed_inputs() == EvaluationConfig(speed=SpeedConfig(concurrencies=(64, 64))).speed_inputs()
+    assert base.speed_inputs() != EvaluationConfig(concurrency=8).speed_inputs()
 
 
 def test_a_baselines_key_survives_settings_that_do_not_change_its_run():

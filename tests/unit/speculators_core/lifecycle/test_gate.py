@@ -40,7 +40,7 @@ def checks(decision: GateDecision) -> dict[str, str]:
 def test_first_draft_needs_floor_lossless_and_speed():
     decision = decide(report(), None, GateConfig(al_floor=1.3))
     assert decision.passed
-    assert checks(decision) == {"prompts": "pass", "floor": "pass", "lossless": "pass", "speed": "pass"}
+    assert checks(decision) == {"prompts": "pass", "floor": "pass", "lossless": "pass", "speed at 8": "pass"}
     assert decision.numbers["al"] > 1.3
 
 
@@ -50,7 +50,10 @@ def test_first_draft_needs_floor_lossless_and_speed():
         ({"mean": 0.02}, {"al_floor": 1.3}, "floor", "fail"),
         ({"count": 60}, {}, "prompts", "inconclusive"),
         ({"identical": 150, "gap": 3.0}, {}, "lossless", "fail"),
-        ({"speed": 0.7}, {}, "speed", "fail"),
+        ({"speed": 0.7}, {}, "speed at 8", "fail"),
+        ({"speed": 1.3}, {"min_speed_ratio": 1.5}, "speed at 8", "fail"),
+        ({"speed": 1.3, "rounds": 4}, {}, "speed at 8", "inconclusive"),
+        ({"rounds": 0}, {}, "speed", "inconclusive"),
         ({}, {"al_floor_low": 1.2}, "floor_low", "pass"),
         ({}, {"al_floor_low": 3.9}, "floor_low", "fail"),
     ],
@@ -71,16 +74,40 @@ def test_a_floor_inside_the_interval_is_inconclusive_and_asks_for_more_prompts()
 
 
 def test_unmeasured_rules_are_inconclusive_and_more_prompts_do_not_help():
-    found = report().model_copy(update={"lossless": None, "speed": None})
+    found = report(rounds=0).model_copy(update={"lossless": None})
     decision = decide(found, None, GateConfig())
     assert checks(decision)["lossless"] == checks(decision)["speed"] == "inconclusive"
     assert decision.next_prompts is None
 
 
 def test_reported_rules_do_not_fail_but_are_told():
-    decision = decide(report(speed=0.7), None, GateConfig(speed="report"))
+    decision = decide(report(rounds=0), None, GateConfig(speed="report"))
     assert decision.passed
-    assert any("0.70×" in line for line in decision.reported)
+    assert any("0.90× (one run each)" in line for line in decision.reported), "the cheap figure, and that it is that"
+
+
+def test_a_planted_speed_is_decided_as_often_as_promised_however_the_machine_drifts():
+    """Rounds vary by 3 %, the machine by a factor of two: a clear gain passes, a clear loss fails, a wash neither."""
+    trials = 200
+    outcomes = {
+        ratio: [
+            decide(report(count=2, speed=ratio, noise=0.03, seed=seed), None, CONFIG).checks[-1].outcome
+            for seed in range(trials)
+        ]
+        for ratio in (0.8, 1.0, 1.25)
+    }
+    assert outcomes[1.25].count("pass") == outcomes[0.8].count("fail") == trials
+    assert outcomes[1.0].count("pass") <= 0.07 * trials
+    assert outcomes[1.0].count("fail") <= 0.07 * trials
+
+
+def test_a_draft_must_pay_at_each_concurrency_that_is_served():
+    found = report()
+    (fast,) = found.alternating
+    slow = fast.model_copy(update={"concurrency": 64, "rounds": tuple((a * 0.5, b) for a, b in fast.rounds)})
+    decision = decide(found.model_copy(update={"alternating": (fast, slow)}), None, GateConfig())
+    assert (checks(decision)["speed at 8"], checks(decision)["speed at 64"]) == ("pass", "fail")
+    assert decision.outcome == "fail"
 
 
 def test_the_same_draft_passes_against_itself():
