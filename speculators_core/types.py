@@ -144,6 +144,33 @@ def accept(config: StrictModel, plan: DraftPlan) -> None:
 
 
 @dataclass(frozen=True)
+class DraftContext:
+    """All that an engine has fed its draft of one request when a drafting step begins, positions 0 to T − 1.
+
+    input_ids int64 [T]: the token *after* each position, the last one the newest · aux_TAH [T, A·H] features of the
+    positions, not joined yet.
+    """
+
+    input_ids: Tensor
+    aux_TAH: Tensor
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How an algorithm's own module repeats what an engine drafted: the seam of the parity ladder.
+
+    config       (config.json's content) -> the knobs it states; FormatError when it is no such draft
+    logits       (model, DraftContext, drafted int64 [K]) -> [K, V], −inf for tokens that it cannot propose; a draft
+                 that continues from its own tokens is fed `drafted`, a parallel one reads its length only
+    conventions  boolean knobs to try the other way round when the logits differ
+    """
+
+    config: Callable[[Mapping[str, Any]], StrictModel]
+    logits: Callable[[nn.Module, DraftContext, Tensor], Tensor]
+    conventions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """What a folder in `algorithms/` exports; trainer, tasks and flows see nothing else.
 
@@ -153,6 +180,7 @@ class Algorithm:
     export      (config, model, publish) -> ExportedDraft
     aux_layers  (config, num_hidden_layers) -> auxiliary layer ids, ascending and distinct
     check       (config, DraftPlan) -> None; ConfigError for what could only fail after capture or training
+    replay      how its module repeats what an engine drafted; None: not told yet
     """
 
     name: str
@@ -162,6 +190,7 @@ class Algorithm:
     export: Callable[..., ExportedDraft]
     aux_layers: Callable[..., tuple[int, ...]]
     check: Callable[..., None] = accept
+    replay: Replay | None = None
 
 
 class ArtifactRef(StrictModel):
@@ -184,11 +213,13 @@ __all__ = [
     "ArtifactRef",
     "Batch",
     "Counted",
+    "DraftContext",
     "DraftPlan",
     "ExportedDraft",
     "Json",
     "Objective",
     "ProgressCallback",
+    "Replay",
     "Sample",
     "Split",
     "StepResult",
