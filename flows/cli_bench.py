@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -73,24 +74,26 @@ def algorithms(
     require_peer(peer)
     home = prepare_environment().home
     results, run = run_stages(recipe, overrides, "capture", as_json, show=False)
-    from speculators_core.bench.algorithms import bench_algorithms, compare_sides, table
+    from speculators_core.bench.algorithms import bench_algorithms, compare_sides, table, validation_prompts
     from speculators_core.bench.cases import CASES
     from speculators_core.data.rows import RowSet
     from speculators_core.evaluation.measure import measure_draft
+    from speculators_core.evaluation.runs import Conditions
 
-    prompts = RowSet.open(run.store.path(by_name(results, "prepare").ref)).prompts()
+    dataset = RowSet.open(run.store.path(by_name(results, "prepare").ref))
+    prompts = [*dataset.prompts(), *validation_prompts(dataset)]
+
+    conditions = Conditions(
+        run.verifier,
+        run.fingerprint.digest,
+        prompts,
+        run.recipe.runtime,
+        run.recipe.evaluation.model_copy(update={"max_prompts": len(prompts)}),
+        home,
+    )
 
     def measure(draft: Path, k: int, output: Path) -> Measurement:
-        return measure_draft(
-            draft,
-            run.verifier,
-            prompts,
-            run.recipe.runtime,
-            run.recipe.evaluation.model_copy(update={"k": k}),
-            home=home,
-            output=output,
-            verifier_fingerprint=run.fingerprint.digest,
-        )
+        return measure_draft(draft, replace(conditions, config=conditions.config.model_copy(update={"k": k})), output)
 
     rows = []
     for row in bench_algorithms(

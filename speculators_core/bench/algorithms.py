@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from speculators_core.bench.cases import case
-from speculators_core.bench.training import BenchSettings, Pair
-from speculators_core.evaluation.statistics import compare_paired, ratio_interval
+from speculators_core.bench.training import BenchSettings, Pair, packed_rows
+from speculators_core.data.rows import Prompt, RowSet
+from speculators_core.evaluation.statistics import acceptance_length, compare_paired, ratio_interval
 from speculators_core.types import StrictModel
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+VALIDATION = "validation"  # domain of the prompts that the walked acceptance length is held against
 SIDES: tuple[Literal["ours", "peer"], ...] = ("ours", "peer")
 
 
@@ -38,7 +40,8 @@ class DraftRow(StrictModel):
     tokens_per_s: float = Field(description="of training, loading included")
     peak_memory_mib: float = Field(description="peak anonymous memory of training above its level after imports")
     loss: float = Field(description="our validation loss of its weights")
-    eal: float | None = Field(description="our walked acceptance length on validation rows")
+    eal: float | None = Field(description="our walked acceptance length on all validation rows")
+    al_validation: float = Field(description="served acceptance length on the prompts of the validation rows")
     k: int = Field(description="drafted tokens a step")
     al: float = Field(description="served acceptance length, greedy, from the engine's counters")
     low: float = Field(description="lower end of its 95 % interval over prompts")
@@ -100,10 +103,20 @@ def bench_algorithms(
                 yield row
 
 
+def validation_prompts(rows: RowSet) -> list[Prompt]:
+    """The prompts of the single-turn validation rows: the verifier's reply to each is what the walk runs over."""
+    prompts = []
+    for index in rows.indices("validation"):
+        row = rows.row(index)
+        if len(rows.record(index).turns) == 1:
+            first = int(row.loss_mask.nonzero()[0])
+            ids = tuple(row.input_ids[:first].tolist())
+            prompts.append(Prompt(id=f"{VALIDATION}/{row.id}", domain=VALIDATION, messages=(), prompt_token_ids=ids))
+    return prompts
+
+
 def steps_per_epoch(settings: BenchSettings) -> int:
     """Packed rows of one epoch."""
-    from speculators_core.bench.training import packed_rows
-
     return len(packed_rows(settings).epoch_plan(settings.seed, 0).rows)
 
 
@@ -144,11 +157,12 @@ def read_rows(file: Path) -> list[DraftRow]:
 
 def table(rows: Sequence[DraftRow], pairs: Sequence[PairRow]) -> str:
     """The rows for people, with the ratios below."""
-    lines = [f"{'':10}{'side':6}{'seed':>5}{'tokens':>10}{'tok/s':>8}{'MiB':>7}{'loss':>9}{'EAL':>7}{'AL':>8}  95 %"]
+    worth = f"{'loss':>9}{'EAL':>7}{'val. AL':>9}{'AL':>8}  95 %"
+    lines = [f"{'':10}{'side':6}{'seed':>5}{'tokens':>10}{'tok/s':>8}{'MiB':>7}{worth}"]
     for row in rows:
         eal = "-" if row.eal is None else f"{row.eal:.3f}"
         cost = f"{row.tokens:>10,}{row.tokens_per_s:>8.0f}{row.peak_memory_mib:>7.0f}"
-        worth = f"{row.loss:>9.4f}{eal:>7}{row.al:>8.3f}  [{row.low:.3f}, {row.high:.3f}]"
+        worth = f"{row.loss:>9.4f}{eal:>7}{row.al_validation:>9.3f}{row.al:>8.3f}  [{row.low:.3f}, {row.high:.3f}]"
         lines.append(f"{row.case:10}{row.side:6}{row.seed:>5}{cost}{worth}  K = {row.k}, {row.prompts} prompts")
     for pair in pairs:
         lines.append(
@@ -168,8 +182,9 @@ def _train_and_measure(
     trained = pair.side(side, [run])
     k = case(settings.case).k
     served = measure(pair.draft(side), k, pair.workspace / f"{side}-measured")
-    counts = tuple((prompt.drafts, prompt.accepted) for prompt in served.per_prompt)
-    drafts, accepted = (list(column) for column in zip(*counts, strict=True))
+    unseen = [prompt for prompt in served.per_prompt if prompt.domain != VALIDATION]
+    validation = [prompt for prompt in served.per_prompt if prompt.domain == VALIDATION]
+    drafts, accepted = [prompt.drafts for prompt in unseen], [prompt.accepted for prompt in unseen]
     interval = ratio_interval(drafts, accepted, confidence=0.95, resamples=10_000, seed=0)
     return DraftRow(
         case=settings.case,
@@ -182,10 +197,15 @@ def _train_and_measure(
         loss=trained.loss,
         eal=trained.eal,
         k=k,
-        al=1 + served.accepted / served.drafts,
+        al_validation=acceptance_length(
+            [prompt.drafts for prompt in validation], [prompt.accepted for prompt in validation]
+        ),
+        al=acceptance_length(drafts, accepted),
         low=interval.low,
         high=interval.high,
-        per_position=tuple(round(count / served.drafts, 4) for count in served.accepted_per_position),
-        prompts=served.count,
-        counts=counts,
+        per_position=tuple(
+            round(sum(prompt.accepted_per_position[i] for prompt in unseen) / sum(drafts), 4) for i in range(k)
+        ),
+        prompts=len(unseen),
+        counts=tuple(zip(drafts, accepted, strict=True)),
     )

@@ -28,7 +28,7 @@ from speculators_core.bench.cases import case
 from speculators_core.build import algorithm_of, open_states, supervised_counts
 from speculators_core.errors import TrainingError
 from speculators_core.training.callbacks.base import Callback
-from speculators_core.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig
+from speculators_core.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig, ValidationConfig
 from speculators_core.training.request import TrainRequest
 from speculators_core.types import StrictModel
 
@@ -207,6 +207,7 @@ def _request(settings: BenchSettings, output: Path) -> TrainRequest:
         max_steps=settings.steps,
         row_tokens=settings.row_tokens,
         optimizer=OptimizerConfig(learning_rate=settings.learning_rate, betas=(0.9, 0.999)),
+        validation=ValidationConfig(walk_rows=None),
         schedule=ScheduleConfig(kind=settings.schedule, warmup_steps=settings.schedule_warmup),
         threads=settings.threads,
         seed=settings.seed,

@@ -18,10 +18,15 @@ pytestmark = [pytest.mark.engine, pytest.mark.trial]
 
 POINTS = [
     ("preflight", "stage=preflight start", 8.0),
+    ("prepare", "stage=prepare start", 0.2),
     ("capture", "shard 1 of", 0.0),
     ("train", "stage=train start", 15.0),
+    ("export", "stage=export start", 0.2),
     ("baseline", "stage=baseline start", 15.0),
     ("measure", "stage=measure start", 15.0),
+    ("evaluate", "stage=evaluate start", 0.2),
+    ("register", "stage=evaluate done", 1.0),
+    ("promote", "registered smollm2-chat version", 0.0),
 ]
 LONGER = {"training.max_steps": "40", "capture.shard_tokens": "4096"}
 
