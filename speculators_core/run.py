@@ -20,11 +20,24 @@ from speculators_core.engine.runtime import RuntimeInfo, probe_runtime
 from speculators_core.errors import DraftsmithError
 from speculators_core.provenance import versions
 from speculators_core.store import Store
-from speculators_core.types import ArtifactRef, ProgressCallback, StrictModel
+from speculators_core.types import ArtifactRef, Json, ProgressCallback, StrictModel
 from speculators_core.verifier.facts import VerifierFacts, read_facts
-from speculators_core.verifier.fingerprint import Fingerprint, fingerprint
+from speculators_core.verifier.files import VerifierFiles, open_verifier
+from speculators_core.verifier.fingerprint import Description, Fingerprint, describe, remember
 
 log = logging.getLogger(__name__)
+
+MADE_OF = "made_of"
+"""Key of a manifest's meta under which `MadeOf` is kept."""
+
+
+class MadeOf(StrictModel):
+    """What decided an artifact's key, by name, so that a later miss can say what changed; and what it took."""
+
+    stage: str
+    inputs: dict[str, str] = Field(description="digests of what went in")
+    settings: dict[str, Any] = Field(description="the recipe's values and package versions in the key")
+    seconds: float | None = Field(None, description="wall-clock time of the attempt that finished it")
 
 
 class StageResult(StrictModel):
@@ -39,7 +52,11 @@ class StageResult(StrictModel):
 
 
 class NotProduced(DraftsmithError):
-    """Raised instead of working when a run only looks (`status`, `--dry-run`)."""
+    """Raised instead of working when a run only looks (`status`, `plan`); `missing` is what would have been made."""
+
+    def __init__(self, what: str, *, mend: str | None = None, missing: MadeOf | None = None) -> None:
+        super().__init__(what, mend=mend)
+        self.missing = missing
 
 
 @dataclass(frozen=True)
@@ -61,19 +78,32 @@ class Run:
         return Store(os.environ.get("DRAFTSMITH_STORE") or str(self.home / "store"), scratch=self.home / "scratch")
 
     @cached_property
+    def verifier_files(self) -> VerifierFiles:
+        """The verifier's files, wherever they lie; a hub's branch is looked up once."""
+        verifier = self.recipe.verifier
+        return open_verifier(verifier.path, revision=verifier.revision, home=self.home)
+
+    @cached_property
     def verifier(self) -> Path:
-        """The verifier's directory, absolute."""
-        return Path(self.recipe.verifier.path).absolute()
+        """The verifier's directory, absolute; one on a hub or below a URL is fetched first."""
+        return self.verifier_files.local(weights=True)
 
     @cached_property
     def facts(self) -> VerifierFacts:
-        """Sizes and conventions read from the verifier's config.json."""
-        return read_facts(self.verifier)
+        """Sizes and conventions read from the verifier's config.json; fetches no weights."""
+        return read_facts(self.verifier_files.local(weights=False))
+
+    @cached_property
+    def description(self) -> Description:
+        """Everything that makes a draft stale when it changes, read once and remembered under the state root."""
+        found = describe(self.verifier_files, template_kwargs=self.recipe.data.template_kwargs)
+        remember(found, self.home)
+        return found
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """Digest of all that makes a draft stale."""
-        return fingerprint(self.verifier, home=self.home, template_kwargs=self.recipe.data.template_kwargs)
+        return self.description.fingerprint
 
     @cached_property
     def runtime(self) -> RuntimeInfo:
@@ -107,16 +137,21 @@ def produce(
     key: str,
     inputs: Mapping[str, str],
     build: Callable[[Path], Mapping[str, Any]],
+    *,
+    settings: Mapping[str, Json] | None = None,
 ) -> StageResult:
     """Find the artifact of this key, or build it in a workspace that survives a kill, and publish it.
 
     Args:
+        inputs: digests of what goes in, by name.
         build: writes the files into the workspace and returns the artifact's metadata (JSON).
+        settings: what else is in the key: the recipe's values, versions of packages.
     """
     start = time.monotonic()
+    made_of = MadeOf(stage=stage, inputs=dict(inputs), settings=dict(settings or {}))
 
     def result(ref: ArtifactRef, *, cached: bool) -> StageResult:
-        summary = dict(run.store.manifest(ref).meta)
+        summary = {name: value for name, value in run.store.manifest(ref).meta.items() if name != MADE_OF}
         seconds = time.monotonic() - start
         log.info("stage=%s %s seconds=%.1f", stage, "cached" if cached else "done", seconds)
         return StageResult(name=stage, ref=ref, cached=cached, seconds=seconds, summary=summary, inputs=dict(inputs))
@@ -124,7 +159,7 @@ def produce(
     if found := run.store.find(kind, key):
         return result(found, cached=True)
     if run.only_look:
-        raise NotProduced(f"{stage} has not been run for these inputs")
+        raise NotProduced(f"{stage} has not been run for these inputs", missing=made_of)
     with run.store.single_flight(kind, key):
         if found := run.store.find(kind, key):  # another process finished it while we waited
             return result(found, cached=True)
@@ -132,4 +167,6 @@ def produce(
         log.info("stage=%s start", stage)
         with run.watch(workspace) if run.watch else nullcontext():
             meta = dict(build(workspace))
+        kept = made_of.model_copy(update={"seconds": round(time.monotonic() - start, 3)})
+        meta[MADE_OF] = kept.model_dump(mode="json")
         return result(run.store.publish(workspace, kind, key, meta, producer=versions()), cached=False)

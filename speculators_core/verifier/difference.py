@@ -17,6 +17,7 @@ from speculators_core.verifier.fingerprint import Description
 
 _ABSENT = object()
 _BLOCK = 16 << 20
+_LONGEST_HEADER = 100 << 20  # the format's own limit
 _LONGEST = 100  # characters of a value that are shown
 
 
@@ -126,7 +127,7 @@ def _tensors(files: VerifierFiles, description: Description) -> dict[str, _Tenso
     for file in description.weights:
         try:
             size = int.from_bytes(files.read_range(file, 0, 8), "little")
-            header = json.loads(files.read_range(file, 8, size)) if size < 1 << 30 else None
+            header: dict[str, Any] = json.loads(files.read_range(file, 8, min(size, _LONGEST_HEADER)))
             for name, facts in header.items():
                 if name != "__metadata__":
                     start, end = facts["data_offsets"]

@@ -72,7 +72,8 @@ class Description(StrictModel):
     def shape(self) -> dict[str, Any]:
         """The keys of config.json that decide tensor shapes, as written there (of the text model, where nested)."""
         config = self.content["config"]
-        text = next((config[key] for key in ("text_config", "llm_config", "language_config") if key in config), {})
+        nested = ("text_config", "llm_config", "language_config")
+        text: dict[str, Any] = next((config[key] for key in nested if key in config), {})
         return {key: value for key in SHAPE_KEYS if (value := text.get(key, config.get(key))) is not None}
 
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 from pydantic import Field, ValidationError
 
@@ -65,8 +66,8 @@ class HubFiles:
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
         """Part of a file; the whole is fetched when the hub's cache lacks it."""
-        from huggingface_hub import hf_hub_url, try_to_load_from_cache
-        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+        import httpx
+        from huggingface_hub import get_token, hf_hub_url, try_to_load_from_cache
 
         cached = try_to_load_from_cache(self._listing.id, name, revision=self.commit)
         if isinstance(cached, str):
@@ -74,12 +75,15 @@ class HubFiles:
                 stream.seek(start)
                 return stream.read(length)
         url = hf_hub_url(self._listing.id, name, revision=self.commit, endpoint=self._endpoint)
-        headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}"}
-        with self._answers(f"reading {name}"):
-            answer = get_session().get(url, headers=headers, follow_redirects=True, timeout=30)
-            hf_raise_for_status(answer)
-            content: bytes = answer.content
-        return content if answer.status_code == 206 else content[start : start + length]
+        headers = {"Range": f"bytes={start}-{start + length - 1}"}
+        if token := get_token():
+            headers["Authorization"] = f"Bearer {token}"
+        try:
+            answer = httpx.get(url, headers=headers, follow_redirects=True, timeout=30)
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            raise VerifierError(f"{name} of {self.where} cannot be read: {error}", mend=_MEND) from error
+        return answer.content if answer.status_code == 206 else answer.content[start : start + length]
 
     def sha256(self, names: Sequence[str]) -> list[str]:
         """The hub's own sums; only files that it does not store as LFS are fetched and hashed."""
@@ -145,7 +149,8 @@ class HubFiles:
         """Turn the hub's and the network's errors into a VerifierError."""
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-        transport = HfHubHTTPError.__mro__[1]  # the base of its errors, of whichever HTTP library it is built on
+        # the base of its errors, of whichever HTTP library it is built on
+        transport = cast(type[Exception], HfHubHTTPError.__mro__[1])
         try:
             yield
         except RepositoryNotFoundError as error:
