@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from flows import cli_bench, cli_data
+from flows import cli_bench, cli_data, cli_registry
 from flows.cli_support import (
     NO_OVERRIDES,
     JsonOption,
@@ -36,6 +36,7 @@ app = typer.Typer(
 )
 app.add_typer(cli_data.app, name="data")
 app.add_typer(cli_bench.app, name="bench")
+cli_registry.add_to(app)
 
 
 @app.command()
@@ -127,18 +128,6 @@ def register(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_jso
 
     version = register_draft(run, by_name(results, "export").ref, by_name(results, "evaluate").ref)
     show_model(version, as_json, f"{version.model} version {version.version}")
-
-
-@app.command()
-def promote(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json: JsonOption = False) -> None:
-    """Ask the gate, and move the alias `champion` when it passes."""
-    results, run = run_stages(recipe, overrides, "evaluate", as_json, show=False)
-    from tasks.release import promote_version, register_draft
-
-    draft = by_name(results, "export").ref
-    version = register_draft(run, draft, by_name(results, "evaluate").ref)
-    outcome = promote_version(run, version, draft, by_name(results, "prepare").ref)
-    show_model(outcome, as_json, f"{outcome.outcome}: {'; '.join(outcome.reasons)}")
 
 
 @app.command()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import getpass
+import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import Field
 
 from speculators_core import stages
 from speculators_core.config import Recipe
 from speculators_core.data.rows import RowSet
+from speculators_core.evaluation.report import EvaluationReport
 from speculators_core.lifecycle.gate import GateDecision, decide
-from speculators_core.lifecycle.promotion import CHALLENGER, CHAMPION, GATE_TAG
+from speculators_core.lifecycle.matrix import GATE_TAG, Cell, Pair, cell_of
+from speculators_core.lifecycle.promotion import CHALLENGER, settle
 from speculators_core.lifecycle.promotion import promote as move_champion
 from speculators_core.run import NotProduced, Run, StageResult
 from speculators_core.stages import read_evaluation
@@ -34,12 +38,24 @@ from speculators_core.summary import (
 )
 from speculators_core.types import ArtifactRef, StrictModel
 from tasks.adapters.aliases import MlflowAliases
-from tasks.adapters.registry import DRAFT_TAG, DraftRegistry, VersionFacts, draft_is_kept
+from tasks.adapters.registry import DraftRegistry, VersionFacts, draft_is_kept
 from tasks.adapters.settings import settings
 from tasks.observe import flow_run_id, parent_run, tracking
 from tasks.policies import stage_task
+from tasks.versions import (
+    INCUMBENT_TAG,
+    NO_INCUMBENT,
+    TEMPLATE_TAG,
+    actor,
+    fetch_draft,
+    open_aliases,
+    require_version,
+)
 
 log = logging.getLogger(__name__)
+
+EVALUATION_TAG = "evaluation.digest"
+APPROVAL_TAG, APPROVED = "gate.approval", "approved"
 
 
 class Registration(StrictModel):
@@ -63,6 +79,7 @@ class PromotionResult(StrictModel):
     aliases: tuple[str, ...]
     seconds: float
     cached: bool
+    awaits_approval: bool = Field(False, description="the gate passed it; a person has to approve")
 
 
 @stage_task("register")
@@ -119,39 +136,45 @@ def version_facts(run: Run, draft: ArtifactRef, evaluation: ArtifactRef, parent:
         al_low=acceptance.interval.low if acceptance.interval else None,
         prefect_flow_run_id=flow_run_id(),
         mlflow_run_id=parent,
-        extra={"recipe.digest": recipe.digest(), "evaluation.digest": evaluation.digest},
+        extra={
+            "recipe.digest": recipe.digest(),
+            EVALUATION_TAG: evaluation.digest,
+            "verifier.parts": json.dumps(run.fingerprint.parts),
+            TEMPLATE_TAG: json.dumps(recipe.data.template_kwargs),
+        },
     )
 
 
 def promote_version(run: Run, registration: Registration, draft: ArtifactRef, dataset: ArtifactRef) -> PromotionResult:
-    """Judge a registered version against the floor and the incumbent, note the verdict, and move the aliases.
+    """Judge a registered version against the floor and what serves, note the verdict, and move the aliases.
 
     Raises:
         RegistryError: MLflow is away, or somebody promoted another version meanwhile.
     """
     started = time.monotonic()
     model, version = registration.model, registration.version
-    who = f"prefect:{flow_run_id()}" if flow_run_id() else getpass.getuser()
-    aliases = MlflowAliases(tracking(), actor=who)
-    champion = aliases.get_alias(model, CHAMPION)
-    incumbent = None if champion in (None, version) else fetch_version(run, aliases, model, str(champion))
-    decision = judge(run, (run.store.path(draft), draft.digest), incumbent, dataset)
-    note_decision(aliases, model, version, decision)
+    aliases = open_aliases()
+    serving = settle(aliases, model, pair=None, home=run.home).version
+    incumbent = None if serving in (None, version) else serving
+    verdict = judge_version(run, aliases, registration, draft, dataset, incumbent)
+    decision, approval = verdict.decision, aliases.tags(model, version).get(APPROVAL_TAG)
+    waits = decision.passed and run.recipe.gate.approval == "required" and approval != APPROVED and serving != version
     changed = False
-    if decision.passed:
+    if decision.passed and not waits:
+        fetch_draft(settings(), aliases.tags(model, version), model, version)  # what serving will fetch is whole
         moved = move_champion(
             aliases,
             model,
             version,
-            expected=champion,
+            expected=serving,
             verifier_fingerprint=run.fingerprint.digest,
             runtime_key=run.runtime.key,
-            who=who,
+            who=actor(),
             why="; ".join(decision.reasons),
             home=run.home,
         )
         changed = moved.changed
-    elif champion != version:
+    elif serving != version:
         aliases.set_alias(model, CHALLENGER, version)
     held = tuple(sorted(name for name, number in aliases.aliases(model).items() if number == version))
     log.info("gate=%s model=%s version=%s aliases=%s", decision.outcome, model, version, ",".join(held))
@@ -162,7 +185,8 @@ def promote_version(run: Run, registration: Registration, draft: ArtifactRef, da
         reasons=decision.reasons,
         aliases=held,
         seconds=time.monotonic() - started,
-        cached=not changed and champion == version,
+        cached=not changed and serving == version,
+        awaits_approval=waits,
     )
 
 
@@ -170,32 +194,73 @@ Draft = tuple[Path, str]
 """A draft's directory, and the digest that names its bytes."""
 
 
-def judge(run: Run, candidate: Draft, incumbent: Draft | None, dataset: ArtifactRef) -> GateDecision:
+@dataclass(frozen=True)
+class Verdict:
+    """The gate's decision with what it was made of."""
+
+    decision: GateDecision
+    candidate: EvaluationReport
+    incumbent: EvaluationReport | None
+    evaluations: tuple[str, ...]
+    """Digests of the evaluations behind it, the candidate's first."""
+
+
+def judge_version(
+    run: Run,
+    aliases: MlflowAliases,
+    registration: Registration,
+    draft: ArtifactRef,
+    dataset: ArtifactRef,
+    incumbent: str | None,
+) -> Verdict:
+    """The gate's verdict on a registered version, left on it as tags, as a cell of the matrix, and as a report."""
+    model, version = registration.model, registration.version
+    displaced = None if incumbent is None else fetch_draft(settings(), aliases.tags(model, incumbent), model, incumbent)
+    verdict = judge(run, (run.store.path(draft), draft.digest), displaced, dataset)
+    note_decision(aliases, model, version, verdict.decision, incumbent)
+    note_cell(aliases, model, version, cell_here(run, verdict.candidate, verdict.decision, verdict.evaluations[0]))
+    if incumbent is not None and verdict.incumbent is not None:
+        pair = {"verifier_fingerprint": run.fingerprint.digest, "runtime_key": run.runtime.key}
+        if cell_of(aliases.tags(model, incumbent), **pair).outcome is None:  # it was never measured on this pair
+            alone = decide(verdict.incumbent, None, run.recipe.gate)
+            note_cell(aliases, model, incumbent, cell_here(run, verdict.incumbent, alone, verdict.evaluations[1]))
+    return verdict
+
+
+def measure_version(run: Run, model: str, version: str, dataset: ArtifactRef) -> Cell:
+    """Measure a registered version on the recipe's verifier and runtime, and fill that cell of the matrix.
+
+    Raises:
+        RegistryError: no such version, its files were changed, or MLflow is away.
+    """
+    aliases = open_aliases()
+    draft = fetch_draft(settings(), require_version(aliases, model, version), model, version)
+    verdict = judge(run, draft, None, dataset)
+    cell = cell_here(run, verdict.candidate, verdict.decision, verdict.evaluations[0])
+    note_cell(aliases, model, version, cell)
+    return cell
+
+
+def judge(run: Run, candidate: Draft, incumbent: Draft | None, dataset: ArtifactRef) -> Verdict:
     """The gate's verdict, both on the same prompts; more are drawn while it is inconclusive and they would help."""
     held_back = len(RowSet.open(run.store.path(dataset)).prompts())
     while True:
-        reports = [
-            None if draft is None else read_evaluation(run, stages.evaluate(run, *draft, dataset).ref)
-            for draft in (candidate, incumbent)
-        ]
-        assert reports[0] is not None
-        decision = decide(reports[0], reports[1], run.recipe.gate)
+        refs = [stages.evaluate(run, *draft, dataset).ref for draft in (candidate, incumbent) if draft is not None]
+        reports = [read_evaluation(run, ref) for ref in refs]
+        against = reports[1] if incumbent is not None else None
+        decision = decide(reports[0], against, run.recipe.gate)
         used = reports[0].acceptance.prompts
         wanted = min(decision.next_prompts or 0, held_back)
         if decision.outcome != "inconclusive" or wanted <= used:
-            return decision
+            return Verdict(decision, reports[0], against, tuple(ref.digest for ref in refs))
         log.info("gate=inconclusive prompts=%d drawing up to %d", used, wanted)
         evaluation = run.recipe.evaluation.model_copy(update={"max_prompts": wanted})
         run = replace(run, recipe=run.recipe.model_copy(update={"evaluation": evaluation}))
 
 
-def fetch_version(run: Run, aliases: MlflowAliases, model: str, version: str) -> Draft:
-    """A registered version's draft, verified, by its immutable number."""
-    digest = aliases.tags(model, version)[DRAFT_TAG]
-    return DraftRegistry(tracking()).download(model, version, run.home / "drafts" / digest), digest
-
-
-def note_decision(aliases: MlflowAliases, model: str, version: str, decision: GateDecision) -> None:
+def note_decision(
+    aliases: MlflowAliases, model: str, version: str, decision: GateDecision, incumbent: str | None
+) -> None:
     """Leave the verdict on the version: outcome as tags, everything as JSON in one tag."""
     aliases.set_tags(
         model,
@@ -204,8 +269,28 @@ def note_decision(aliases: MlflowAliases, model: str, version: str, decision: Ga
             GATE_TAG: decision.outcome,
             "gate.reasons": "; ".join(decision.reasons),
             "gate.decision": decision.model_dump_json(),
+            INCUMBENT_TAG: incumbent or NO_INCUMBENT,
         },
     )
+
+
+def cell_here(run: Run, report: EvaluationReport, decision: GateDecision, evaluation: str) -> Cell:
+    """What the gate says of a draft on the run's verifier and runtime."""
+    pair = Pair(
+        verifier_fingerprint=run.fingerprint.digest,
+        runtime_key=run.runtime.key,
+        verifier=verifier_name(run),
+        vllm=run.runtime.vllm,
+    )
+    acceptance = report.acceptance
+    return Cell(
+        pair=pair, outcome=decision.outcome, al=acceptance.al, prompts=acceptance.prompts, evaluation=evaluation
+    )
+
+
+def note_cell(aliases: MlflowAliases, model: str, version: str, cell: Cell) -> None:
+    """Fill a version's cell of the matrix."""
+    aliases.set_tags(model, version, {cell.tag: cell.model_dump_json()})
 
 
 def verifier_name(run: Run) -> str:
@@ -224,7 +309,7 @@ def summarise(
     run = Run(recipe, settings().home)
     by_name = {result.name: result for result in results}
     report = read_evaluation(run, by_name["evaluate"].ref)
-    a, speed, lossless = report.acceptance, report.speed, report.lossless
+    a, speed, lossless = report.acceptance, report.told_speed, report.lossless
     assert speed is not None and lossless is not None and a.interval is not None
     trained = by_name["train"].summary
     times = [StageTime(name=r.name, seconds=round(r.seconds, 2), cached=r.cached) for r in results]

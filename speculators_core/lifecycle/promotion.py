@@ -16,7 +16,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol
@@ -169,10 +169,22 @@ def promote(
         return Promotion(model=model, version=version, displaced=expected, changed=True)
 
 
-def rollback(registry: AliasRegistry, model: str, *, expected: str | None, who: str, why: str, home: Path) -> Promotion:
+def rollback(
+    registry: AliasRegistry,
+    model: str,
+    *,
+    expected: str | None,
+    who: str,
+    why: str,
+    home: Path,
+    check: Callable[[str, Mapping[str, str]], None] = lambda version, tags: None,
+) -> Promotion:
     """Undo the last move of `champion`, if it still is `expected`: ours, or one by other hands.
 
     `previous` is used up, so that two rollbacks never bring back the version that disappointed.
+
+    Args:
+        check: called with the version to bring back and its tags before anything moves; raises to prevent it.
 
     Raises: RegistryError when the champion has changed, there is nothing to roll back to, or that version is gone.
     """
@@ -190,7 +202,7 @@ def rollback(registry: AliasRegistry, model: str, *, expected: str | None, who: 
         target = registry.get_alias(model, PREVIOUS) if served in (None, champion) else served
         if target is None or target == champion:
             raise RegistryError(f"{model} has no previous version to roll back to", mend="promote a version by name")
-        registry.tags(model, target)  # it must still exist
+        check(target, registry.tags(model, target))
         entry = _entry(model, "rollback", champion, target, who, why)
         _move(registry, home, entry)
         return _promotion(entry)

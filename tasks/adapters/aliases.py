@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
+from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from speculators_core.errors import RegistryError
@@ -76,6 +77,21 @@ class MlflowAliases:
 
     def versions(self, model: str) -> list[str]:
         """All version numbers, oldest first; empty where there is no such model."""
+        return list(self.described(model))
+
+    def described(self, model: str) -> dict[str, tuple[float, dict[str, str]]]:
+        """Version number → (seconds since 1970 at which it was made, tags), oldest first; empty for no such model."""
+        found: list[ModelVersion] = []
+        token: str | None = None
         with mlflow_errors(f"list the versions of {model}", self._uri):
-            found = self._client.search_model_versions(f"name = '{model}'")
-        return sorted((str(version.version) for version in found), key=int)
+            while token != "":
+                page = self._client.search_model_versions(f"name = '{model}'", page_token=token)
+                found += page
+                token = page.token or ""
+        found.sort(key=lambda version: int(version.version))
+        return {str(v.version): (float(v.creation_timestamp or 0) / 1000, dict(v.tags)) for v in found}
+
+    def models(self) -> list[str]:
+        """Names of the registered models."""
+        with mlflow_errors("list the models", self._uri):
+            return sorted(model.name for model in self._client.search_registered_models())

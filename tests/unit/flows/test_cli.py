@@ -43,6 +43,10 @@ def test_help_names_every_stage_and_imports_nothing_heavy() -> None:
         (("doctor", DEMO, "--set", "x=1"), 2, "No such option"),
         (("fingerprint", "tests"), 1, "config.json"),
         (("bench", "train", DEMO), 2, "--against-peer"),
+        (("promote", "chat"), 2, "neither a recipe nor a version"),
+        (("promote", "chat", "1", "--force"), 2, "--force needs a reason"),
+        (("rollback", "chat"), 1, "there is no registry at"),
+        (("matrix", "chat", "--test", "1"), 2, "go together"),
         (("frobnicate",), 2, "No such command"),
     ],
 )

@@ -1,0 +1,281 @@
+"""Registered versions by name: promote one, take the last promotion back, tell what happened, show what is proven."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import Field
+
+from speculators_core.engine.runtime import Runtime, probe_runtime
+from speculators_core.errors import RegistryError, VerifierError
+from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, Matrix, build_matrix, cells
+from speculators_core.lifecycle.promotion import (
+    CHAMPION,
+    AuditEntry,
+    Promotion,
+    audit_log,
+    settle,
+)
+from speculators_core.lifecycle.promotion import promote as move_champion
+from speculators_core.lifecycle.promotion import rollback as move_back
+from speculators_core.types import StrictModel
+from speculators_core.verifier.fingerprint import fingerprint
+from tasks.adapters.aliases import MlflowAliases
+from tasks.adapters.registry import DRAFT_TAG, DraftRegistry
+from tasks.adapters.settings import Settings, settings
+from tasks.observe import flow_run_id, tracking
+
+INCUMBENT_TAG = "gate.incumbent"
+"""The version that the gate compared with, or `none`: what a later promotion by name must still find serving."""
+TEMPLATE_TAG = "verifier.template_kwargs"
+VERIFIER_TAG = "verifier.uri"
+NO_INCUMBENT = "none"
+
+
+class Moved(StrictModel):
+    """What a promotion or rollback by name did, and the pair that serves now."""
+
+    model: str
+    version: str
+    displaced: str | None
+    changed: bool
+    verifier: str = Field(description="where the pair's verifier lies")
+    verifier_fingerprint: str
+    vllm: str
+    seconds: float
+
+
+class VersionLine(StrictModel):
+    """One registered version, failed candidates included."""
+
+    version: str
+    created: str
+    algorithm: str
+    verifier: str
+    vllm: str
+    al: float | None
+    outcome: str = Field(description="of the gate; `-`: it has not looked")
+    reasons: str
+    aliases: tuple[str, ...]
+
+
+class History(StrictModel):
+    """Every version of a model with what the gate said, and every move of its champion, oldest first."""
+
+    model: str
+    serving: str | None
+    versions: tuple[VersionLine, ...]
+    moves: tuple[AuditEntry, ...]
+
+    def standing_moves(self) -> tuple[AuditEntry, ...]:
+        """One entry a move: the intention of a move that was done is left out."""
+        followed = zip(self.moves, (*self.moves[1:], None), strict=True)
+        return tuple(
+            move
+            for move, then in followed
+            if move.state == "done"
+            or then is None
+            or (then.action, then.from_version, then.to_version) != (move.action, move.from_version, move.to_version)
+        )
+
+
+def actor() -> str:
+    """Who acts: the Prefect flow run that we are in, or the user at the command line."""
+    return f"prefect:{flow_run_id()}" if flow_run_id() else getpass.getuser()
+
+
+def open_aliases(who: str | None = None) -> MlflowAliases:
+    """The registry's aliases and tags.
+
+    Raises:
+        RegistryError: there is no registry yet, or it is away.
+    """
+    database = settings().sqlite_file
+    if database is not None and not database.exists():
+        raise RegistryError(
+            f"there is no registry at {database}", mend="run `draftsmith retrain RECIPE` first, or set DRAFTSMITH_HOME"
+        )
+    return MlflowAliases(tracking(), actor=who or actor())
+
+
+def promote_by_name(
+    model: str, version: str, runtime: Runtime, *, force: bool = False, why: str = "", verifier: Path | None = None
+) -> Moved:
+    """Make a registered version the champion, without measuring anything.
+
+    It must be proven for the verifier that its tags name, as that lies on disk now, and for this runtime; and what
+    serves must still be what the gate compared it with. `force` waives the gate, never the files.
+
+    Raises:
+        RegistryError: it may not serve, its files were changed, something else serves by now, MLflow is away.
+        VerifierError: the pair's verifier is gone or has changed.
+    """
+    started = time.monotonic()
+    aliases, who = open_aliases(), actor()
+    tags = require_version(aliases, model, version)
+    found = check_pair(tags, model, version, verifier=verifier, must_match=not force)
+    fetch_draft(settings(), tags, model, version)
+    expected = settle(aliases, model, pair=None, home=settings().home).version
+    if not force and version != expected and (seen := tags.get(INCUMBENT_TAG)) is not None:
+        expected = None if seen == NO_INCUMBENT else seen
+    moved = move_champion(
+        aliases,
+        model,
+        version,
+        expected=expected,
+        verifier_fingerprint=found,
+        runtime_key=probe_runtime(runtime, home=settings().home).key,
+        who=who,
+        why=why or "by name",
+        home=settings().home,
+        force=force,
+    )
+    return describe_move(moved, tags, started)
+
+
+def rollback_model(model: str, *, why: str = "", check: bool = True) -> Moved:
+    """Undo the last move of the champion: the pair of verifier and draft that served before serves again.
+
+    Args:
+        check: see first that the draft's files are whole and its verifier lies unchanged where the pair has it.
+
+    Raises:
+        RegistryError: nothing to roll back to, files were changed, MLflow is away.
+        VerifierError: the pair's verifier is gone or has changed.
+    """
+    started = time.monotonic()
+    aliases = open_aliases()
+    if not aliases.versions(model):
+        raise no_such(aliases, model)
+
+    def look(version: str, tags: Mapping[str, str]) -> None:
+        if check:
+            check_pair(tags, model, version, verifier=None, must_match=True)
+            fetch_draft(settings(), tags, model, version)
+
+    moved = move_back(
+        aliases,
+        model,
+        expected=aliases.get_alias(model, CHAMPION),
+        who=actor(),
+        why=why or "by hand",
+        home=settings().home,
+        check=look,
+    )
+    return describe_move(moved, aliases.tags(model, moved.version), started)
+
+
+def history(model: str) -> History:
+    """Versions, gate outcomes and moves of a model; nothing is changed.
+
+    Raises:
+        RegistryError: no such model, or MLflow is away.
+    """
+    aliases = open_aliases()
+    names = aliases.aliases(model)
+    lines = []
+    for version, (created, tags) in aliases.described(model).items():
+        al = tags.get("al")
+        lines.append(
+            VersionLine(
+                version=version,
+                created=datetime.fromtimestamp(created, UTC).isoformat(timespec="seconds"),
+                algorithm=tags.get("algorithm", "-"),
+                verifier=f"{tags.get('verifier.name', '-')} {tags.get(FINGERPRINT_TAG, '')[:12]}".strip(),
+                vllm=tags.get("vllm.version", "-"),
+                al=float(al) if al else None,
+                outcome=tags.get(GATE_TAG, "-"),
+                reasons=tags.get("gate.reasons", ""),
+                aliases=tuple(sorted(name for name, number in names.items() if number == version)),
+            )
+        )
+    if not lines:
+        raise no_such(aliases, model)
+    return History(
+        model=model,
+        serving=names.get(CHAMPION),
+        versions=tuple(lines),
+        moves=audit_log(settings().home, model),
+    )
+
+
+def compatibility(model: str) -> Matrix:
+    """The compatibility matrix of a model.
+
+    Raises:
+        RegistryError: no such model, or MLflow is away.
+    """
+    aliases = open_aliases()
+    versions = {version: tags for version, (_, tags) in aliases.described(model).items()}
+    if not versions:
+        raise no_such(aliases, model)
+    return build_matrix(model, versions, aliases.aliases(model))
+
+
+def require_version(aliases: MlflowAliases, model: str, version: str) -> dict[str, str]:
+    """Tags of a version; RegistryError that names the versions there are."""
+    versions = aliases.versions(model)
+    if not versions:
+        raise no_such(aliases, model)
+    if version not in versions:
+        raise RegistryError(f"{model} has no version {version}", mend=f"its versions: {', '.join(versions)}")
+    return aliases.tags(model, version)
+
+
+def no_such(aliases: MlflowAliases, model: str) -> RegistryError:
+    """The error for a model that nobody registered; names those there are."""
+    known = ", ".join(aliases.models()) or "none"
+    return RegistryError(f"no model {model!r} is registered", mend=f"registered models: {known}")
+
+
+def check_pair(tags: Mapping[str, str], model: str, version: str, *, verifier: Path | None, must_match: bool) -> str:
+    """Fingerprint of the version's verifier as it lies on disk now.
+
+    Raises:
+        VerifierError: it is gone; or, with must_match, it is not the one that the version was measured on.
+    """
+    where = verifier or Path(tags.get(VERIFIER_TAG, ""))
+    if not tags.get(VERIFIER_TAG) and verifier is None:
+        raise RegistryError(f"version {version} of {model} does not say where its verifier lies")
+    if not where.is_dir():
+        raise VerifierError(
+            f"the verifier of {model} version {version} is gone: {where} is no directory",
+            mend="put it back, or name where it lies now with --verifier",
+        )
+    kwargs = json.loads(tags.get(TEMPLATE_TAG) or "{}")
+    found = fingerprint(where, home=settings().home, template_kwargs=kwargs).digest
+    if must_match and found not in {cell.pair.verifier_fingerprint for cell in cells(tags)}:
+        raise VerifierError(
+            f"the verifier at {where} is not the one of {model} version {version} "
+            f"({found[:12]} instead of {tags.get(FINGERPRINT_TAG, 'none')[:12]})",
+            mend="test the version on it first (`draftsmith matrix MODEL --test VERSION --recipe RECIPE`), or retrain",
+        )
+    return found
+
+
+def fetch_draft(settings: Settings, tags: Mapping[str, str], model: str, version: str) -> tuple[Path, str]:
+    """A version's draft under the state root, verified file by file, and its digest.
+
+    Raises:
+        RegistryError: it was not registered by draftsmith, its files were changed, or MLflow is away.
+    """
+    digest = tags.get(DRAFT_TAG)
+    if digest is None:
+        raise RegistryError(f"{model} version {version} was not registered by draftsmith: it has no digest")
+    return DraftRegistry(tracking()).download(model, version, settings.home / "drafts" / digest), digest
+
+
+def describe_move(moved: Promotion, tags: Mapping[str, str], started: float) -> Moved:
+    """A move with the pair that it made serve."""
+    return Moved(
+        **moved.model_dump(),
+        verifier=tags.get(VERIFIER_TAG, "-"),
+        verifier_fingerprint=tags.get(FINGERPRINT_TAG, "-"),
+        vllm=tags.get("vllm.version", "-"),
+        seconds=round(time.monotonic() - started, 2),
+    )
