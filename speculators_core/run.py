@@ -63,12 +63,14 @@ class NotProduced(DraftsmithError):
 class Run:
     """A recipe with its surroundings: state root, store, and what was read once.
 
-    only_look: find results, never make them · watch: entered, with the workspace, around a stage's work.
+    only_look: find results, never make them · check: see that the recipe is possible before the first stage, which
+    imports much · watch: entered, with the workspace, around a stage's work.
     """
 
     recipe: Recipe
     home: Path
     only_look: bool = False
+    check: bool = True
     progress: ProgressCallback | None = None
     watch: Callable[[Path], AbstractContextManager[Any]] | None = None
 
@@ -111,10 +113,16 @@ class Run:
         return probe_runtime(self.recipe.runtime, home=self.home)
 
     @cached_property
+    def num_layers(self) -> int:
+        """Decoder layers; where config.json writes them, nothing else is read."""
+        written = self.description.shape.get("num_hidden_layers")
+        return written if isinstance(written, int) else self.facts.num_hidden_layers
+
+    @cached_property
     def aux_layers(self) -> tuple[int, ...]:
         """Auxiliary layers that the algorithm reads."""
         algorithm = registry.resolve(str(self.recipe.algorithm["kind"]))
-        return algorithm.aux_layers(self.recipe.algorithm_config(), self.facts.num_hidden_layers)
+        return algorithm.aux_layers(self.recipe.algorithm_config(), self.num_layers)
 
     @cached_property
     def draft_shape(self) -> dict[str, Any]:
@@ -127,7 +135,7 @@ class Run:
     @cached_property
     def layer_ids(self) -> tuple[int, ...]:
         """Captured layers: the auxiliary ones and the last."""
-        return (*self.aux_layers, self.facts.num_hidden_layers)
+        return (*self.aux_layers, self.num_layers)
 
 
 def produce(

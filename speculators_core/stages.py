@@ -34,14 +34,17 @@ VERSIONS |= {"measurement": 1, "speed": 1, "evaluation": 1}
 
 def preflight(run: Run) -> StageResult:
     """Serve an untrained draft of this shape for a few tokens: what cannot be served fails in the first minute."""
-    from speculators_core.preflight import check_inputs, serve_untrained
+    if run.check:
+        from speculators_core.preflight import check_inputs
 
-    check_inputs(run.recipe, run.facts, run.verifier, run.layer_ids)
+        check_inputs(run.recipe, run.facts, run.verifier, run.layer_ids)
     inputs = {"verifier config": run.fingerprint.parts["config"], "runtime": run.runtime.key}
     settings = {"draft": run.draft_shape}
     key = input_digest("preflight", VERSIONS["preflight"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core.preflight import serve_untrained
+
         return serve_untrained(run.recipe, run.home, workspace)
 
     return produce(run, "preflight", "preflight", key, inputs, build, settings=settings)
@@ -68,8 +71,6 @@ def prepare(run: Run) -> StageResult:
 
 def capture(run: Run, dataset: ArtifactRef) -> StageResult:
     """These rows through this verifier on this runtime: hidden states at the draft's layers and the last."""
-    from speculators_core.states.capture import capture_rows
-
     config = run.recipe.capture
     inputs = {
         "dataset": dataset.digest,
@@ -80,6 +81,8 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
     key = input_digest("capture", VERSIONS["states"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core.states.capture import capture_rows
+
         rows = RowSet.open(run.store.path(dataset))
         report = capture_rows(
             rows,
@@ -101,8 +104,6 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
 
 def train(run: Run, states: ArtifactRef) -> StageResult:
     """This algorithm on these states, in a process of its own."""
-    from speculators_core.training_process import run_training
-
     inputs = {"states": states.digest, "verifier": run.fingerprint.digest}
     settings = {
         "draft": run.draft_shape,
@@ -112,6 +113,8 @@ def train(run: Run, states: ArtifactRef) -> StageResult:
     key = input_digest("train", VERSIONS["training"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core.training_process import run_training
+
         request = train_request(run, run.store.path(states), workspace)
         return run_training(request, run.home, run.progress).model_dump(mode="json")
 
@@ -120,8 +123,6 @@ def train(run: Run, states: ArtifactRef) -> StageResult:
 
 def export(run: Run, training: ArtifactRef) -> StageResult:
     """The best checkpoint as vLLM loads it, under the verifier's published name."""
-    from speculators_core import build as trainer
-
     publish = run.recipe.verifier.publish_as or str(run.verifier)
     card = model_card(run)
     inputs = {"training": training.digest, "verifier": run.fingerprint.digest}
@@ -129,6 +130,8 @@ def export(run: Run, training: ArtifactRef) -> StageResult:
     key = input_digest("export", VERSIONS["draft"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core import build as trainer
+
         trained = run.store.path(training)
         trainer.export(train_request(run, Path(), trained), trained, publish, workspace, card)
         return {"verifier": publish, "algorithm": str(run.recipe.algorithm["kind"])}
@@ -138,13 +141,13 @@ def export(run: Run, training: ArtifactRef) -> StageResult:
 
 def baseline(run: Run, dataset: ArtifactRef) -> StageResult:
     """The verifier alone on the held-back prompts: what a draft's output and speed are held against."""
-    from speculators_core.evaluation.measure import measure_baseline
-
     inputs = measured_with(run, dataset)
     settings = {"config": run.recipe.evaluation.run_inputs(speculation=False)}
     key = input_digest("baseline", VERSIONS["baseline"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core.evaluation.measure import measure_baseline
+
         found = measure_baseline(conditions(run, dataset), workspace)
         return {"tokens_per_second": found.tokens_per_second, "prompts": found.count, "tokens": found.tokens}
 
@@ -153,14 +156,14 @@ def baseline(run: Run, dataset: ArtifactRef) -> StageResult:
 
 def measure(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> StageResult:
     """A draft on the held-back prompts: what the engine counted. `digest` names the draft's bytes."""
-    from speculators_core.evaluation.measure import measure_draft
-
     alone = baseline(run, dataset)
     inputs = {**measured_with(run, dataset), "draft": digest}
     settings = {"config": run.recipe.evaluation.run_inputs(speculation=True)}
     key = input_digest("measure", VERSIONS["measurement"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core.evaluation.measure import measure_draft
+
         known = run.store.path(alone.ref)
         found = measure_draft(draft_dir, conditions(run, dataset), workspace, baseline=known)
         return {"k": found.k, "al": 1 + found.accepted / found.drafts, "prompts": found.count, "tokens": found.tokens}
@@ -170,13 +173,13 @@ def measure(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> Sta
 
 def time_arms(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> StageResult:
     """Speed with and without the draft, the arms alternating: an artifact of its own, since it costs two engines."""
-    from speculators_core.evaluation.speed import measure_speed
-
     inputs = {**measured_with(run, dataset), "draft": digest}
     settings = {"config": run.recipe.evaluation.speed_inputs()}
     key = input_digest("speed", VERSIONS["speed"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core.evaluation.speed import measure_speed
+
         found = measure_speed(draft_dir, conditions(run, dataset), workspace)
         return {"ratios": {str(speed.concurrency): speed.ratio for speed in found.speeds}}
 
@@ -185,8 +188,6 @@ def time_arms(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> S
 
 def evaluate(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> StageResult:
     """Acceptance, losslessness and speed of a draft, as a report with plots."""
-    from speculators_core.evaluation.compare import compare
-
     parts = {"baseline": baseline(run, dataset), "measurement": measure(run, draft_dir, digest, dataset)}
     if run.recipe.gate.speed == "require":
         parts["speed"] = time_arms(run, draft_dir, digest, dataset)
@@ -195,6 +196,8 @@ def evaluate(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> St
     key = input_digest("evaluate", VERSIONS["evaluation"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core.evaluation.compare import compare
+
         paths = {name: run.store.path(part.ref) for name, part in parts.items()}
         report = compare(
             paths["baseline"], paths["measurement"], run.recipe.evaluation, workspace, speed=paths.get("speed")
