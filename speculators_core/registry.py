@@ -8,7 +8,10 @@ from importlib import import_module
 from speculators_core.errors import ConfigError
 from speculators_core.types import Algorithm
 
-_MODULES = {"eagle3": "speculators_core.algorithms.eagle3"}
+_MODULES = {
+    "eagle3": "speculators_core.algorithms.eagle3",
+    "peagle": "speculators_core.algorithms.peagle",
+}
 
 
 def names() -> tuple[str, ...]:

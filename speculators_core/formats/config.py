@@ -61,7 +61,7 @@ class SpeculatorConfig(StrictModel):
 
 
 class FeatureDraftConfig(SpeculatorConfig):
-    """A draft that joins verifier features and continues from its own states (eagle3)."""
+    """A draft that joins verifier features (eagle3: it continues from its own states)."""
 
     embed_requires_grad: bool = Field(description="whether the embedding was trained")
     eagle_aux_hidden_state_layer_ids: tuple[int, ...] = Field(min_length=1, description="ascending and distinct")
@@ -82,5 +82,14 @@ class FeatureDraftConfig(SpeculatorConfig):
         return self
 
 
-CONFIGS: dict[str, type[SpeculatorConfig]] = {"eagle3": FeatureDraftConfig}
+class ParallelFeatureDraftConfig(FeatureDraftConfig):
+    """A draft that joins verifier features and proposes everything in one pass over masked rows (peagle)."""
+
+    mask_token_id: int = Field(ge=0, description="token of the masked rows, in the verifier's vocabulary")
+
+
+CONFIGS: dict[str, type[SpeculatorConfig]] = {
+    "eagle3": FeatureDraftConfig,
+    "peagle": ParallelFeatureDraftConfig,
+}
 """Configuration class by speculators_model_type."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from speculators_core.errors import FormatError
-from speculators_core.formats.config import CONFIGS, FeatureDraftConfig, SpeculatorConfig
+from speculators_core.formats.config import CONFIGS, FeatureDraftConfig, ParallelFeatureDraftConfig, SpeculatorConfig
 from speculators_core.types import ExportedDraft
 
 if TYPE_CHECKING:
@@ -86,8 +86,6 @@ def _feature_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dic
     for flag in ("attention_bias", "mlp_bias"):
         if layer.get(flag):
             problems.append(f"{flag} is set, but drafts have no biases")
-    if config.embed_requires_grad:
-        problems.append("embed_requires_grad is set, but the embedding is the verifier's")
     hidden, vocab, draft_vocab = layer["hidden_size"], layer["vocab_size"], config.draft_vocab_size
     queries = layer["num_attention_heads"] * layer["head_dim"]
     keys = layer["num_key_value_heads"] * layer["head_dim"]
@@ -123,7 +121,30 @@ def _feature_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dic
     return tensors
 
 
-_EXPECTED: dict[str, Callable[[SpeculatorConfig, list[str]], dict[str, Shape]]] = {"eagle3": _feature_draft_tensors}
+def _continuing_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dict[str, Shape]:
+    assert isinstance(config, FeatureDraftConfig)
+    if config.embed_requires_grad:
+        problems.append("embed_requires_grad is set, but the embedding is the verifier's")
+    return _feature_draft_tensors(config, problems)
+
+
+def _parallel_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dict[str, Shape]:
+    assert isinstance(config, ParallelFeatureDraftConfig)
+    tensors = _feature_draft_tensors(config, problems)
+    layer = config.transformer_layer_config
+    if config.fc_norm and layer.get("fc_norm") is not True:  # `update_peagle` hands on neither this nor norm_output
+        problems.append("vLLM reads fc_norm of this method from the layer config alone: set it there")
+    if config.mask_token_id >= layer.get("vocab_size", 0):
+        problems.append(f"mask_token_id {config.mask_token_id} lies outside the vocabulary")
+    if tensors:
+        tensors["mask_hidden"] = (1, 1, tensors["fc.weight"][1])
+    return tensors
+
+
+_EXPECTED: dict[str, Callable[[SpeculatorConfig, list[str]], dict[str, Shape]]] = {
+    "eagle3": _continuing_draft_tensors,
+    "peagle": _parallel_draft_tensors,
+}
 
 
 def _compare(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], problems: list[str]) -> None:

@@ -40,6 +40,7 @@ class GoldenCase:
             "num_key_value_heads": tensors["w.layers.0.self_attn.k_proj.weight"].shape[0] // head_dim,
             "head_dim": head_dim,
             "num_aux": tensors["in.hidden_states"].shape[-1] // hidden,
+            "mask_token_id": tensors["w.embed_tokens.weight"].shape[0] - 1,
             "rms_norm_eps": 1e-6,
             "rope_theta": 1e4,
         }

@@ -7,8 +7,12 @@ import torch
 
 from tests.parity.golden import GoldenCase, cases
 from tests.parity.golden_eagle3 import run_eagle3
+from tests.parity.golden_peagle import run_peagle
 
-RUNNERS = {"eagle3": run_eagle3}
+RUNNERS = {
+    "eagle3": run_eagle3,
+    "peagle": run_peagle,
+}
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.directory.name}/{case.name}")

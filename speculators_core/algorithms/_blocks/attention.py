@@ -23,6 +23,8 @@ from speculators_core.algorithms._blocks.precision import as_written
 
 BLOCK = 128
 """Query rows of a piece: bounds the scores that exist at a time to [heads, BLOCK, keys]."""
+GAP = 32
+"""Rows of a document at most this far apart share a piece: keys in between cost less than a piece of their own."""
 KEPT_WEIGHTS = 2**24
 """Attention weights (64 MB of float32) that are kept for the backward pass; above, it forms them again."""
 
@@ -77,15 +79,19 @@ def plan_attention(
     cells = 0
     for first, count in _runs(documents, rows):
         start = starts[rows[first]]
-        for low in range(0, count, BLOCK):
-            high = min(low + BLOCK, count)
-            begin, end = rows[first] + low, rows[first] + high
+        for low in range(first, first + count, BLOCK):
+            high = min(low + BLOCK, first + count)
+            begin, end = rows[low], rows[high - 1] + 1
             key_low = start if reach is None else max(start, begin - reach + 1)
-            hidden = triangle[: high - low, : high - low]
-            if reach is not None and end - key_low > reach:
-                seen = torch.ones(high - low, end - key_low, dtype=torch.bool, device=triangle.device)
-                hidden = ~seen.tril_(begin - key_low).triu_(begin - key_low - reach + 1)
-            pieces.append(Piece(slice(first + low, first + high), slice(key_low, end), hidden))
+            cut = reach is not None and end - key_low > reach
+            if end - begin == high - low and not cut:
+                hidden = triangle[: high - low, : high - low]
+            else:
+                key_first = key_low if cut else begin
+                distance = torch.tensor(rows[low:high])[:, None] - torch.arange(key_first, end)
+                hidden = (distance < 0) | (distance >= reach) if cut else distance < 0
+                hidden = hidden.to(triangle.device)
+            pieces.append(Piece(slice(low, high), slice(key_low, end), hidden))
             cells += (high - low) * (end - key_low)
     return AttentionPlan(tuple(pieces), cells)
 
@@ -100,10 +106,11 @@ def _document_starts(documents: Sequence[int]) -> list[int]:
 
 
 def _runs(documents: Sequence[int], rows: Sequence[int]) -> list[tuple[int, int]]:
-    """(index into rows, length) of maximal runs of neighbours inside one document."""
+    """(index into rows, length) of maximal runs of rows inside one document, neighbours at most GAP apart."""
     runs: list[tuple[int, int]] = []
     for index, row in enumerate(rows):
-        if index > 0 and rows[index - 1] == row - 1 and documents[row - 1] == documents[row] != -1:
+        before = rows[index - 1]
+        if index > 0 and row - before <= GAP and documents[before] == documents[row] != -1:
             runs[-1] = (runs[-1][0], runs[-1][1] + 1)
         else:
             runs.append((index, 1))

@@ -45,6 +45,15 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(head_dim, geometry.rms_norm_eps)
             self.k_norm = RMSNorm(head_dim, geometry.rms_norm_eps)
 
+    def heads(self, x_NC: Tensor, query_rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [R, heads, head_dim] of some rows (None: all), keys and values [N, kv heads, head_dim], unturned."""
+        key = self.k_proj(x_NC).unflatten(-1, (-1, self.head_dim))
+        value = self.v_proj(x_NC).unflatten(-1, (-1, self.head_dim))
+        query = self.q_proj(x_NC if query_rows is None else x_NC[query_rows]).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return query, key, value
+
     def forward(
         self,
         x_NC: Tensor,
@@ -66,11 +75,7 @@ class SelfAttention(nn.Module):
         Returns:
             [R, H], output projection applied.
         """
-        key = self.k_proj(x_NC).unflatten(-1, (-1, self.head_dim))
-        value = self.v_proj(x_NC).unflatten(-1, (-1, self.head_dim))
-        query = self.q_proj(x_NC if query_rows is None else x_NC[query_rows]).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = self.heads(x_NC, query_rows)
         query, key = rotate(query, query_rotation), rotate(key, key_rotation)
         if cache.key_TgE is None or cache.value_TgE is None:
             cache.key_TgE, cache.value_TgE = key, value

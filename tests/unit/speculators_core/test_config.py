@@ -27,7 +27,7 @@ def test_every_shipped_recipe_loads_and_bears_its_file_name(path: Path) -> None:
         ("training.optimizer.learning_rat=1", ["did you mean `learning_rate`"]),
         ("training.epochs=none", ["`training.epochs`", "integer"]),
         ("training.epochs=0", ["`training.epochs`", "greater than or equal to 1"]),
-        ("algorithm.kind=eagle9", ["eagle9", "eagle3"]),
+        ("algorithm.kind=eagel3", ["eagel3", "eagle3"]),
         ("algorithm.ttt_step=4", ["`ttt_step`", "did you mean `ttt_steps`"]),
         ("algorithm={}", ["kind"]),
         ("deployment=Has Spaces", ["`deployment`"]),
