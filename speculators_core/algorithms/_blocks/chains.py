@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from speculators_core.types import Aligned, Sample
 
-ROUNDING = 64
-"""Multiple that the number of drafting rows is rounded up to."""
+ROUNDING, TARGET_ROUNDING = 64, 32
+"""Multiples that the numbers of drafting rows and of targets are rounded up to."""
 
 
 def align_shifted(sample: Sample) -> Aligned:
@@ -50,8 +50,8 @@ def counted_links(mask_T: Tensor, document_ids_T: Tensor, links: int) -> Tensor:
     return counted
 
 
-def rounded_up(wanted_T: Tensor, document_ids_T: Tensor, *, beside: int = 0) -> Tensor:
-    """Rows [R] that are wanted, ascending, with others to make R + `beside` a multiple of ROUNDING.
+def rounded_up(wanted_T: Tensor, document_ids_T: Tensor, *, beside: int = 0, multiple: int = ROUNDING) -> Tensor:
+    """Rows [R] that are wanted, ascending, with others to make R + `beside` such a multiple.
 
     Matrix libraries compile a kernel for each new shape and keep it: with a different R in every batch that takes as
     long as the products themselves, and the memory of a thousand kernels. Real tokens fill up before padding does.
@@ -61,31 +61,76 @@ def rounded_up(wanted_T: Tensor, document_ids_T: Tensor, *, beside: int = 0) -> 
         return rows_R
     others = (~wanted_T).nonzero().squeeze(1)
     others = others[torch.argsort(document_ids_T[others] < 0, stable=True)]
-    return torch.cat([rows_R, others[: -(rows_R.numel() + beside) % ROUNDING]]).sort().values
+    return torch.cat([rows_R, others[: -(rows_R.numel() + beside) % multiple]]).sort().values
+
+
+def pair_targets(rows_R: Tensor, asked_SR: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Targets [U] that a row is asked for at some step, and for each step the row asked ([S, U], −1 for none).
+
+    U is rounded up, for the same reason as R, with targets that nobody is asked for.
+    """
+    steps, device = asked_SR.shape[0], rows_R.device
+    row_of_ST = torch.full((steps, length + steps), -1, dtype=torch.int64, device=device)
+    numbers_R = torch.arange(rows_R.numel(), device=device)
+    for step in range(steps):
+        row_of_ST[step, rows_R + step] = torch.where(asked_SR[step], numbers_R, -1)
+    row_of_ST = row_of_ST[:, :length]
+    targets_U = (row_of_ST >= 0).any(dim=0).nonzero().squeeze(1)
+    missing = -targets_U.numel() % TARGET_ROUNDING
+    rows_SU = functional.pad(row_of_ST[:, targets_U], (0, missing), value=-1)
+    return functional.pad(targets_U, (0, missing)), rows_SU
+
+
+def at_targets(values_SR: Tensor, rows_SU: Tensor) -> Tensor:
+    """[S, R] to [S, U], anything where a target has no row."""
+    return values_SR.gather(1, rows_SU.clamp_min(0))
+
+
+def by_row(values_SU: Tensor, rows_SU: Tensor, count: int) -> Tensor:
+    """[S, U] to [S, R]; rows without a target get zero."""
+    out = torch.zeros(values_SU.shape[0], count + 1, dtype=values_SU.dtype, device=values_SU.device)
+    out.scatter_(1, torch.where(rows_SU >= 0, rows_SU, count), values_SU)
+    return out[:, :count]
+
+
+Propose = Callable[[Aligned, Tensor, Tensor], Sequence[Tensor]]
+"""(row padded to a multiple of ROUNDING, document ids, drafting rows [R]) -> for each link something of [R] rows."""
+
+
+def walk_reply(aligned: Aligned, k: int, states: Propose, d2t: Tensor | None, head_DH: Tensor, chunk: int) -> list[int]:
+    """`walk_chains` for drafts that propose the best token of their vocabulary head.
+
+    Args:
+        states: gives for each link the normalised hidden states [R, H].
+        d2t: of a reduced vocabulary.
+        head_DH: the draft's vocabulary head.
+        chunk: rows that go through it at a time.
+    """
+
+    def propose(row: Aligned, documents_T: Tensor, rows_R: Tensor) -> Sequence[Tensor]:
+        return [best_tokens(hidden, head_DH, d2t, chunk) for hidden in states(row, documents_T, rows_R)]
+
+    return walk_chains(aligned, k, propose)
+
+
+def best_tokens(hidden_RH: Tensor, head_DH: Tensor, d2t: Tensor | None, chunk: int) -> Tensor:
+    """Verifier ids [R] of the largest logits, the first ones on ties."""
+    head_DH = head_DH.to(hidden_RH.dtype)
+    best_R = torch.cat([(part @ head_DH.T).argmax(-1) for part in hidden_RH.split(chunk)])
+    return best_R if d2t is None else best_R + d2t[best_R]
 
 
 @torch.no_grad()
-def walk_reply(
-    aligned: Aligned,
-    k: int,
-    propose: Callable[[Aligned, Tensor, Tensor], Sequence[Tensor]],
-    d2t: Tensor | None,
-    head_DH: Tensor,
-    chunk: int,
-) -> list[int]:
+def walk_chains(aligned: Aligned, k: int, propose: Propose) -> list[int]:
     """Draft as vLLM does along one greedy reply: at row i, accept L ≤ k, go on at row i + L + 1.
 
     A chain only matters up to its first rejection, and until then the tokens that precede its links are the reply's:
     so one teacher-forced pass over all rows gives every acceptance length, and the walk picks those that serving would
-    land on. Accepted means that the draft's argmax is the reply's token; each run of reply tokens is one reply. Serving
-    first drafts after the reply's first token, which comes with the prompt, and not after its last.
+    land on. Accepted means that the draft's proposal is the reply's token; each run of reply tokens is one reply.
+    Serving first drafts after the reply's first token, which comes with the prompt, and not after its last.
 
     Args:
-        propose: (row padded to a multiple of ROUNDING, document ids, drafting rows [R]) -> for each link the
-            normalised hidden states [R, H].
-        d2t: of a reduced vocabulary.
-        head_DH: the draft's vocabulary head.
-        chunk: rows that go through it at a time.
+        propose: gives for each link the proposed verifier ids [R].
 
     Returns:
         L at each drafting point, in order.
@@ -106,15 +151,10 @@ def walk_reply(
         aux_TAH=functional.pad(aligned.aux_TAH, (0, 0, 0, fill)),
         last_TH=functional.pad(aligned.last_TH, (0, 0, 0, fill)),
     )
-    hidden_SRH = propose(padded, documents, rows_R)
-    head_DH = head_DH.to(hidden_SRH[0].dtype)
     reply_TP = functional.pad(torch.where(mask, tokens, -1), (0, k + 1), value=-1)
     alive_R = torch.ones_like(rows_R, dtype=torch.bool)
     accepted_R = torch.zeros_like(rows_R)
-    for link, hidden_RH in enumerate(hidden_SRH):
-        proposed_R = torch.cat([(part @ head_DH.T).argmax(-1) for part in hidden_RH.to(head_DH.dtype).split(chunk)])
-        if d2t is not None:
-            proposed_R = proposed_R + d2t[proposed_R]
+    for link, proposed_R in enumerate(propose(padded, documents, rows_R)):
         wanted_R = reply_TP[rows_R + 1 + link]
         if link:  # a reply's end is the end of its chain: the next run is another reply
             alive_R = alive_R & (reply_TP[rows_R + link] >= 0)

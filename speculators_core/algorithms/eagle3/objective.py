@@ -6,9 +6,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from speculators_core.algorithms._blocks.chains import align_shifted, counted_links, rounded_up, walk_reply
+from speculators_core.algorithms._blocks.chains import (
+    align_shifted,
+    at_targets,
+    by_row,
+    counted_links,
+    pair_targets,
+    rounded_up,
+    walk_reply,
+)
 from speculators_core.algorithms.eagle3.config import Eagle3Config
 from speculators_core.algorithms.eagle3.model import Drafting, Eagle3Draft
 from speculators_core.losses.fused import UnrolledTargets, unrolled_loss
@@ -16,8 +23,6 @@ from speculators_core.metrics.acceptance import unrolled_metrics
 from speculators_core.types import Aligned, Batch, Counted, Sample, StepResult
 
 COMPAT_EPSILON = 1e-5
-TARGET_ROUNDING = 32
-"""Multiple that the number of targets is rounded up to."""
 
 
 class Eagle3Objective:
@@ -64,8 +69,8 @@ class Eagle3Objective:
         weight_S = (decay_S / denominators_S.clamp_min(1e-9)).float()
         # speculators 0.9 asks whether a chain was right at every step so far, counted or not
         asked_SR = counted_ST.any(dim=0).expand_as(counted_ST)[:, rows_R] if config.compat else counted_ST[:, rows_R]
-        targets_U, rows_SU = _pair_targets(rows_R, asked_SR, batch.input_ids.numel())
-        weights_SU = torch.where(rows_SU >= 0, _at(counted_ST, rows_R, rows_SU) * weight_S[:, None], 0.0)
+        targets_U, rows_SU = pair_targets(rows_R, asked_SR, batch.input_ids.numel())
+        weights_SU = torch.where(rows_SU >= 0, at_targets(counted_ST[:, rows_R], rows_SU) * weight_S[:, None], 0.0)
         if rows_R.numel() == 0:
             # every trained parameter stays in the graph, or the reduction over ranks would wait for it
             touched = [*hidden_SRH, *((draft.lm_head.weight,) if draft.lm_head.weight.requires_grad else ())]
@@ -83,14 +88,14 @@ class Eagle3Objective:
             chunk=config.loss_chunk,
             want_acceptance=evaluating and not config.compat,
         )
-        correct_SR = _by_row(outcome.correct_SU, rows_SU, rows_R.numel())
+        correct_SR = by_row(outcome.correct_SU, rows_SU, rows_R.numel())
         share_S = (counted_ST.sum(dim=1) / denominators.to(counted_ST.device).clamp_min(1e-9)).tolist()
         metrics = self._losses(outcome.loss, outcome.term_sums_SN, share_S)
         metrics |= unrolled_metrics(
             correct_SR, counted_ST[:, rows_R], self._started(batch, rows_R, steps) if config.compat else None
         )
         if outcome.acceptance_SU is not None:
-            alpha_SR = _by_row(outcome.acceptance_SU, rows_SU, rows_R.numel())
+            alpha_SR = by_row(outcome.acceptance_SU, rows_SU, rows_R.numel())
             for number in range(steps):
                 chosen = counted_ST[number, rows_R]
                 metrics[f"accept_rate_{number}"] = Counted(float(alpha_SR[number][chosen].sum()), float(chosen.sum()))
@@ -134,35 +139,6 @@ class Eagle3Objective:
                 for term, value in zip(terms, sums, strict=True):
                     metrics[f"{term.name}_loss_{step}"] = Counted(value, share_S[step])
         return metrics
-
-
-def _pair_targets(rows_R: Tensor, asked_SR: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Targets [U] that a row is asked for at some step, and for each step the row asked ([S, U], −1 for none).
-
-    U is rounded up, for the same reason as R, with targets that nobody is asked for.
-    """
-    steps, device = asked_SR.shape[0], rows_R.device
-    row_of_ST = torch.full((steps, length + steps), -1, dtype=torch.int64, device=device)
-    numbers_R = torch.arange(rows_R.numel(), device=device)
-    for step in range(steps):
-        row_of_ST[step, rows_R + step] = torch.where(asked_SR[step], numbers_R, -1)
-    row_of_ST = row_of_ST[:, :length]
-    targets_U = (row_of_ST >= 0).any(dim=0).nonzero().squeeze(1)
-    missing = -targets_U.numel() % TARGET_ROUNDING
-    rows_SU = functional.pad(row_of_ST[:, targets_U], (0, missing), value=-1)
-    return functional.pad(targets_U, (0, missing)), rows_SU
-
-
-def _at(counted_ST: Tensor, rows_R: Tensor, rows_SU: Tensor) -> Tensor:
-    """counted[s, row of (s, u)], anything where there is no row."""
-    return counted_ST[:, rows_R].gather(1, rows_SU.clamp_min(0))
-
-
-def _by_row(values_SU: Tensor, rows_SU: Tensor, count: int) -> Tensor:
-    """[S, U] to [S, R]; rows without a target get zero."""
-    out = torch.zeros(values_SU.shape[0], count + 1, dtype=values_SU.dtype, device=values_SU.device)
-    out.scatter_(1, torch.where(rows_SU >= 0, rows_SU, count), values_SU)
-    return out[:, :count]
 
 
 def _unwrap(model: nn.Module) -> Eagle3Draft:
