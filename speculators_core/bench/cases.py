@@ -31,6 +31,21 @@ CASES = (
         "--loss-fn kl_div --norm-before-residual --norm-before-fc --norm-output --sliding-window 2048",
         k=3,
     ),
+    Case(
+        name="peagle",
+        ours={
+            "kind": "peagle",
+            "num_depths": 4,
+            "max_anchors": 512,
+            "mask_token_id": 0,
+            "layers": 1,
+            "style": "llama",
+            "loss": "kl_div",
+        },
+        peer="--speculator-type peagle --num-layers 1 --draft-arch llama --num-depths 4 --max-anchors 512 "
+        "--loss-fn kl_div --norm-before-residual --norm-before-fc --sliding-window 2048",
+        k=4,
+    ),
 )
 
 

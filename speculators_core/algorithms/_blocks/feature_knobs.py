@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from speculators_core.algorithms._blocks.geometry import LayerStyle
 from speculators_core.errors import ConfigError
@@ -42,11 +42,16 @@ class FeatureKnobs(StrictModel):
             raise ValueError("norm_before_fc and fc_norm exclude each other: set one of them to false")
         if self.aux_layers is not None and len(self.aux_layers) == 0:
             raise ValueError("aux_layers is empty: leave it out for the default")
+        return self
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, value: str | dict[str, float]) -> str | dict[str, float]:
         try:
-            parse_loss(self.loss)
+            parse_loss(value)
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        return self
+        return value
 
     @property
     def loss_terms(self) -> tuple[LossTerm, ...]:

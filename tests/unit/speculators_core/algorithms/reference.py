@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculators_core.algorithms._blocks.feature_draft import FirstLayer
+from speculators_core.algorithms._blocks.feature_draft import FeatureDraft, FirstLayer
 from speculators_core.algorithms._blocks.layers import DecoderLayer
 from speculators_core.algorithms._blocks.rotary import rotate
 from speculators_core.algorithms.eagle3.model import Eagle3Draft
+from speculators_core.algorithms.peagle.model import PEagleDraft
 from speculators_core.types import Aligned
 
 
-def decode(model: Eagle3Draft, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
+def decode(model: FeatureDraft, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
     """States [N, H] before the final norm of an ordinary causal pass."""
     rotation, hidden = model.rotary(positions), features
     count = tokens.numel()
@@ -66,7 +70,22 @@ def propose(model: Eagle3Draft, aligned: Aligned, point: int, k: int) -> list[in
     return proposals
 
 
-def serve(model: Eagle3Draft, aligned: Aligned, k: int) -> list[int]:
+@torch.no_grad()
+def propose_in_parallel(model: PEagleDraft, aligned: Aligned, point: int, k: int) -> list[int]:
+    """The same by one pass: k − 1 masked rows behind the row of token `point`."""
+    tokens = torch.cat([aligned.input_ids[: point + 1], torch.full((k - 1,), model.mask_token_id)])
+    features = model.join(torch.cat([aligned.aux_TAH[: point + 1], model.mask_hidden[0].expand(k - 1, -1)]))
+    positions = int(aligned.position_ids[0]) + torch.arange(point + k)
+    normed = model.norm(decode(model, tokens, features, positions)[-k:])
+    proposals = (normed @ model.lm_head.weight.to(normed.dtype).T).argmax(-1)
+    if model.d2t is not None:
+        proposals = proposals + model.d2t[proposals]
+    return [int(token) for token in proposals]
+
+
+def serve(
+    model: FeatureDraft, aligned: Aligned, k: int, propose: Callable[[Any, Aligned, int, int], list[int]] = propose
+) -> list[int]:
     """Accepted drafts at each drafting point of each reply in the row, by trying every proposal."""
     tokens, mask = aligned.input_ids.tolist(), aligned.loss_mask.tolist()
     accepted: list[int] = []
