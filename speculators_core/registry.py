@@ -9,6 +9,7 @@ from speculators_core.errors import ConfigError
 from speculators_core.types import Algorithm
 
 _MODULES = {
+    "dflash": "speculators_core.algorithms.dflash",
     "eagle3": "speculators_core.algorithms.eagle3",
     "peagle": "speculators_core.algorithms.peagle",
 }

@@ -88,7 +88,27 @@ class ParallelFeatureDraftConfig(FeatureDraftConfig):
     mask_token_id: int = Field(ge=0, description="token of the masked rows, in the verifier's vocabulary")
 
 
+class BlockDraftConfig(SpeculatorConfig):
+    """A draft that fills in the masks behind the newest token (dflash)."""
+
+    aux_hidden_state_layer_ids: tuple[int, ...] = Field(min_length=1, description="ascending and distinct")
+    block_size: int = Field(ge=2, description="slots of a block, the newest token's included")
+    mask_token_id: int = Field(ge=0, description="what fills the other slots, in the verifier's vocabulary")
+    sample_from_anchor: bool = Field(description="the newest token's slot drafts too")
+    sliding_window_non_causal: bool = Field(description="slots see each other both ways on sliding layers too")
+
+    @model_validator(mode="after")
+    def _ascending(self) -> BlockDraftConfig:
+        ids = self.aux_hidden_state_layer_ids
+        if list(ids) != sorted(set(ids)):
+            raise ValueError(
+                f"aux_hidden_state_layer_ids {list(ids)} must be ascending and distinct, as vLLM captures them"
+            )
+        return self
+
+
 CONFIGS: dict[str, type[SpeculatorConfig]] = {
+    "dflash": BlockDraftConfig,
     "eagle3": FeatureDraftConfig,
     "peagle": ParallelFeatureDraftConfig,
 }

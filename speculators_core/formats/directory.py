@@ -12,10 +12,12 @@ from speculators_core.formats.servable import check_servable
 from speculators_core.types import ExportedDraft
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+MASK_EMBEDDING = "mask_embedding.pt"
+"""vLLM reads a mask's own embedding from this file alone. It is written and never read: the weights hold it too."""
 
 
 def write_draft(directory: Path, draft: ExportedDraft, card: ModelCard) -> Path:
-    """Write config.json, model.safetensors and README.md, and nothing else; the config last.
+    """Write config.json, model.safetensors and README.md (and a mask's own embedding), nothing else; the config last.
 
     Raises:
         FormatError: vLLM would not serve it, or the directory holds something foreign.
@@ -24,7 +26,8 @@ def write_draft(directory: Path, draft: ExportedDraft, card: ModelCard) -> Path:
 
     check_servable(draft)
     directory.mkdir(parents=True, exist_ok=True)
-    foreign = sorted(path.name for path in directory.iterdir() if path.name not in (CONFIG, WEIGHTS, CARD))
+    ours = (CONFIG, WEIGHTS, CARD, MASK_EMBEDDING)
+    foreign = sorted(path.name for path in directory.iterdir() if path.name not in ours)
     if foreign:
         raise FormatError(
             f"{directory} already holds {', '.join(foreign[:4])}", mend="export into a directory of its own"
@@ -32,6 +35,12 @@ def write_draft(directory: Path, draft: ExportedDraft, card: ModelCard) -> Path:
     (directory / CONFIG).unlink(missing_ok=True)
     tensors = {name: _own(tensor) for name, tensor in sorted(draft.tensors.items())}
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    (directory / MASK_EMBEDDING).unlink(missing_ok=True)
+    if "mask_embedding" in tensors:
+        import torch
+
+        content = {"embedding": tensors["mask_embedding"], "mask_token_id": draft.config["mask_token_id"]}
+        torch.save(content, directory / MASK_EMBEDDING)
     (directory / CARD).write_text(render_card(card, draft.config), encoding="utf-8")
     text = json.dumps(draft.config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     (directory / CONFIG).write_text(text, encoding="utf-8")

@@ -2,7 +2,7 @@
 
 The expected tensors are worked out from config.json alone, as vLLM does, and not from our module: a disagreement
 between the two is what this check is for. Rules read off vLLM 0.32 (`transformers_utils/configs/speculators`,
-`models/llama_eagle3.py`, `models/qwen3_eagle3.py`).
+`models/llama_eagle3.py`, `models/qwen3_eagle3.py`; of blocks: `servable_blocks`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pydantic import ValidationError
 
 from speculators_core.errors import FormatError
 from speculators_core.formats.config import CONFIGS, FeatureDraftConfig, ParallelFeatureDraftConfig, SpeculatorConfig
+from speculators_core.formats.servable_blocks import masked_draft_tensors
+from speculators_core.formats.shapes import Shape, check_layer_config, layer_shapes
 from speculators_core.types import ExportedDraft
 
 if TYPE_CHECKING:
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 DEFAULT_FEATURES = 3
 """Features that vLLM's llama class assumes where the layer config does not say."""
 
-Shape = tuple[int, ...]
+OPTIONAL = ("mask_embedding",)
+"""Tensors that a draft may have: vLLM skips this one, and reads it from a file of its own."""
 
 
 def parse_config(config: Mapping[str, Any]) -> SpeculatorConfig:
@@ -65,13 +68,7 @@ def _feature_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dic
     if style not in ("llama", "qwen3"):
         problems.append(f"model_type {style!r} of the layers is neither llama nor qwen3")
         return {}
-    needed = (
-        "hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "rms_norm_eps", "layer_types", "rope_parameters",
-    )  # fmt: skip
-    missing = [key for key in needed if key not in layer]
-    if missing:
-        problems.append(f"transformer_layer_config lacks {', '.join(missing)}")
+    if not check_layer_config(layer, problems):
         return {}
     features = len(config.eagle_aux_hidden_state_layer_ids)
     assumed = layer.get("num_aux_hidden_states", DEFAULT_FEATURES if style == "llama" else features)
@@ -79,17 +76,7 @@ def _feature_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dic
         problems.append(
             f"vLLM would size fc for {assumed} features, not {features}: set num_aux_hidden_states in the layer config"
         )
-    if len(layer["layer_types"]) != layer["num_hidden_layers"]:
-        problems.append("layer_types does not name every layer")
-    if "sliding_attention" in layer["layer_types"] and not layer.get("sliding_window"):
-        problems.append("a sliding layer has no sliding_window")
-    for flag in ("attention_bias", "mlp_bias"):
-        if layer.get(flag):
-            problems.append(f"{flag} is set, but drafts have no biases")
     hidden, vocab, draft_vocab = layer["hidden_size"], layer["vocab_size"], config.draft_vocab_size
-    queries = layer["num_attention_heads"] * layer["head_dim"]
-    keys = layer["num_key_value_heads"] * layer["head_dim"]
-    wide = layer["intermediate_size"]
     tensors: dict[str, Shape] = {
         "embed_tokens.weight": (vocab, hidden),
         "lm_head.weight": (draft_vocab, hidden),
@@ -104,20 +91,8 @@ def _feature_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dic
     if config.fc_norm:
         tensors |= {f"fc_norm.{index}.weight": (hidden,) for index in range(features)}
     for index in range(layer["num_hidden_layers"]):
-        prefix, width = f"layers.{index}.", 2 * hidden if index == 0 else hidden
-        tensors |= {
-            f"{prefix}self_attn.q_proj.weight": (queries, width),
-            f"{prefix}self_attn.k_proj.weight": (keys, width),
-            f"{prefix}self_attn.v_proj.weight": (keys, width),
-            f"{prefix}self_attn.o_proj.weight": (hidden, queries),
-            f"{prefix}mlp.gate_proj.weight": (wide, hidden),
-            f"{prefix}mlp.up_proj.weight": (wide, hidden),
-            f"{prefix}mlp.down_proj.weight": (hidden, wide),
-            f"{prefix}input_layernorm.weight": (hidden,),
-            f"{prefix}post_attention_layernorm.weight": (hidden,),
-        }
-        if style == "qwen3":
-            tensors |= {f"{prefix}self_attn.{name}_norm.weight": (layer["head_dim"],) for name in "qk"}
+        width = 2 * hidden if index == 0 else hidden
+        tensors |= layer_shapes(layer, index, width, normed_heads=style == "qwen3")
     return tensors
 
 
@@ -142,6 +117,7 @@ def _parallel_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> di
 
 
 _EXPECTED: dict[str, Callable[[SpeculatorConfig, list[str]], dict[str, Shape]]] = {
+    "dflash": masked_draft_tensors,
     "eagle3": _continuing_draft_tensors,
     "peagle": _parallel_draft_tensors,
 }
@@ -152,7 +128,7 @@ def _compare(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], probl
 
     if not expected:
         return
-    problems += [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
+    problems += [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys() - set(OPTIONAL))]
     problems += [f"{name} is unknown to vLLM" for name in sorted(tensors.keys() - expected.keys())]
     for name in sorted(expected.keys() & tensors.keys()):
         tensor = tensors[name]

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from tests.parity.golden import GoldenCase, cases
+from tests.parity.golden_dflash import run_dflash
 from tests.parity.golden_eagle3 import run_eagle3
 from tests.parity.golden_peagle import run_peagle
 
 RUNNERS = {
+    "dflash": run_dflash,
     "eagle3": run_eagle3,
     "peagle": run_peagle,
 }

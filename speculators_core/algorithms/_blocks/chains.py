@@ -50,8 +50,8 @@ def counted_links(mask_T: Tensor, document_ids_T: Tensor, links: int) -> Tensor:
     return counted
 
 
-def rounded_up(wanted_T: Tensor, document_ids_T: Tensor, *, beside: int = 0, multiple: int = ROUNDING) -> Tensor:
-    """Rows [R] that are wanted, ascending, with others to make R + `beside` such a multiple.
+def rounded_up(wanted_T: Tensor, document_ids_T: Tensor, *, multiple: int = ROUNDING) -> Tensor:
+    """Rows [R] that are wanted, ascending, with others to make R such a multiple.
 
     Matrix libraries compile a kernel for each new shape and keep it: with a different R in every batch that takes as
     long as the products themselves, and the memory of a thousand kernels. Real tokens fill up before padding does.
@@ -61,7 +61,7 @@ def rounded_up(wanted_T: Tensor, document_ids_T: Tensor, *, beside: int = 0, mul
         return rows_R
     others = (~wanted_T).nonzero().squeeze(1)
     others = others[torch.argsort(document_ids_T[others] < 0, stable=True)]
-    return torch.cat([rows_R, others[: -(rows_R.numel() + beside) % multiple]]).sort().values
+    return torch.cat([rows_R, others[: -rows_R.numel() % multiple]]).sort().values
 
 
 def pair_targets(rows_R: Tensor, asked_SR: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ def walk_reply(aligned: Aligned, k: int, states: Propose, d2t: Tensor | None, he
 def best_tokens(hidden_RH: Tensor, head_DH: Tensor, d2t: Tensor | None, chunk: int) -> Tensor:
     """Verifier ids [R] of the largest logits, the first ones on ties."""
     head_DH = head_DH.to(hidden_RH.dtype)
-    best_R = torch.cat([(part @ head_DH.T).argmax(-1) for part in hidden_RH.split(chunk)])
+    best_R = torch.cat([(part @ head_DH.T).argmax(-1) for part in torch.split(hidden_RH, chunk)])
     return best_R if d2t is None else best_R + d2t[best_R]
 
 

@@ -1,0 +1,98 @@
+"""Knobs that every draft of anchored blocks has."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from speculators_core.errors import ConfigError
+from speculators_core.losses.terms import LossTerm, parse_loss
+from speculators_core.types import DraftPlan, StrictModel
+
+
+class BlockKnobs(StrictModel):
+    """Shape of a `BlockDraft`, which blocks it learns from, and with what weights. An algorithm adds its heads."""
+
+    layers: int = Field(default=5, ge=1, le=32, description="decoder layers of the draft")
+    intermediate_size: int | None = Field(
+        default=None, gt=0, description="feed-forward width; default: the verifier's, three times H for experts"
+    )
+    aux_layers: tuple[int, ...] | None = Field(
+        default=None, description="verifier layers that are the draft's context; default 2, N/2, N-3 of N"
+    )
+    block_size: int = Field(default=16, ge=2, le=128, description="B: the last known token and B - 1 masks behind it")
+    max_anchors: int = Field(default=512, ge=1, description="blocks that are learned of a packed row, drawn at random")
+    sample_from_anchor: bool = Field(
+        default=False, description="slot k is asked for the token after it, so that the anchor drafts too"
+    )
+    sliding_window: int | None = Field(default=2048, gt=0, description="keys that a layer sees; null: all of them")
+    full_attention_indices: tuple[int, ...] = Field(default=(), description="draft layers that see everything")
+    sliding_window_non_causal: bool = Field(
+        default=False, description="slots of a block see each other both ways on sliding layers too"
+    )
+    loss: str | dict[str, float] = Field(
+        default="kl_div", description="kl_div, rkl, jsd, ce, tv, nla, lk_hybrid, or a mapping of them to weights"
+    )
+    position_weights: Literal["fixed-exp-decay", "dpace"] = Field(
+        default="fixed-exp-decay",
+        description="slots weigh less with their distance, or (dpace) with the chance that serving needs them",
+    )
+    decay_gamma: float = Field(default=4.0, gt=0, description="fixed-exp-decay: e-folding distance in slots")
+    dpace_alpha: float = Field(default=0.5, gt=0, le=1, description="dpace: smallest chance that a slot is passed")
+    mask_token_id: int | None = Field(
+        default=None, ge=0, description="token that stands for a token to draft; default: one that text never holds"
+    )
+    loss_chunk: int = Field(default=128, ge=1, description="positions that go through the vocabulary head at a time")
+    compat: bool = Field(
+        default=False,
+        description="mask, choose and count exactly as speculators 0.9 does, faults included; for comparisons only",
+    )
+
+    @model_validator(mode="after")
+    def _blocks_are_consistent(self) -> BlockKnobs:
+        if self.aux_layers is not None and len(self.aux_layers) == 0:
+            raise ValueError("aux_layers is empty: leave it out for the default")
+        try:
+            terms = parse_loss(self.loss)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if self.position_weights == "dpace" and [term.name for term in terms] != ["ce"]:
+            raise ValueError(
+                "position_weights dpace needs loss ce, whose value is the chance of a slot: "
+                "set loss to ce, or position_weights to fixed-exp-decay"
+            )
+        return self
+
+    @property
+    def loss_terms(self) -> tuple[LossTerm, ...]:
+        """The loss as a weighted sum."""
+        return parse_loss(self.loss)
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot that drafts."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens that the served draft proposes at a time."""
+        return self.block_size - self.first_slot
+
+    def causal(self, layer_is_sliding: bool) -> bool:
+        """Whether the slots of a block see only what is before them on such a layer."""
+        return layer_is_sliding and not self.sliding_window_non_causal
+
+
+def check_blocks(knobs: BlockKnobs, plan: DraftPlan) -> None:
+    """ConfigError where the recipe's rows or tokens do not suit the blocks."""
+    if knobs.block_size >= plan.row_tokens:
+        raise ConfigError(
+            f"algorithm.block_size is {knobs.block_size}, but training.row_tokens only {plan.row_tokens}: "
+            "no block would fit into a row",
+            mend="lower algorithm.block_size, or raise training.row_tokens",
+        )
+    from speculators_core.algorithms._blocks.mask_token import resolve_mask_token
+    from speculators_core.verifier.facts import read_facts
+
+    resolve_mask_token(plan.verifier_dir, read_facts(plan.verifier_dir), knobs.mask_token_id)

@@ -1,0 +1,47 @@
+"""What vLLM 0.32 makes of a draft of anchored blocks, from its config.json alone.
+
+Rules read off `transformers_utils/configs/speculators/algos.py`, `models/qwen3_dflash.py` and their speculators.
+"""
+
+from __future__ import annotations
+
+from speculators_core.formats.config import BlockDraftConfig, SpeculatorConfig
+from speculators_core.formats.shapes import Shape, check_layer_config, layer_shapes
+
+
+def block_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dict[str, Shape]:
+    """Tensors of the backbone; embedding, and head unless the vocabulary is reduced, are the served verifier's own."""
+    assert isinstance(config, BlockDraftConfig)
+    layer = config.transformer_layer_config
+    if not check_layer_config(layer, problems):
+        return {}
+    hidden, vocab, draft_vocab = layer["hidden_size"], layer["vocab_size"], config.draft_vocab_size
+    if config.mask_token_id >= vocab:
+        problems.append(f"mask_token_id {config.mask_token_id} lies outside the vocabulary of {vocab}")
+    tensors: dict[str, Shape] = {
+        "fc.weight": (hidden, len(config.aux_hidden_state_layer_ids) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    if draft_vocab != vocab:
+        tensors |= {"lm_head.weight": (draft_vocab, hidden), "d2t": (draft_vocab,), "t2d": (vocab,)}
+    for index in range(layer["num_hidden_layers"]):
+        tensors |= layer_shapes(layer, index, hidden, normed_heads=True)
+    return tensors
+
+
+def masked_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dict[str, Shape]:
+    """A draft that vLLM runs as `dflash`: one causality for all layers, masks alone draft."""
+    assert isinstance(config, BlockDraftConfig)
+    tensors = block_draft_tensors(config, problems)
+    layer = config.transformer_layer_config
+    if config.sample_from_anchor:
+        problems.append("sample_from_anchor is set, but vLLM drafts this method from masks alone")
+    if "full_attention" in layer.get("layer_types", ()) and not config.sliding_window_non_causal:
+        problems.append(
+            "a full-attention layer was trained to see its block both ways, but without sliding_window_non_causal vLLM "
+            "serves every layer causally"
+        )
+    if tensors:
+        tensors["mask_embedding"] = (layer["hidden_size"],)
+    return tensors
