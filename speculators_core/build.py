@@ -119,7 +119,7 @@ def _assemble(request: TrainRequest, world: World) -> tuple[Trainer, int, float]
     vocabulary = _draft_vocabulary(request, states, world)
     model = algorithm.build(settings, Path(request.verifier), vocabulary, config.seed)
     if request.warm_start is not None:
-        start_from(model, Path(request.warm_start))
+        start_from(model, Path(request.warm_start), head=request.warm_head)
     objective = algorithm.objective(settings)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     rows = PackedRows(states, objective, "train", config.row_tokens, dtype=dtype)

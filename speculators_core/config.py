@@ -23,6 +23,7 @@ from speculators_core.data.config import DataConfig
 from speculators_core.engine.runtime import Runtime
 from speculators_core.errors import ConfigError
 from speculators_core.evaluation.config import EvaluationConfig
+from speculators_core.lifecycle.changes import LifecycleConfig
 from speculators_core.lifecycle.config import GateConfig
 from speculators_core.states.config import CaptureConfig
 from speculators_core.training.config import TrainingConfig
@@ -34,8 +35,10 @@ NAME = r"^[a-z0-9][a-z0-9-]*$"
 class VerifierConfig(StrictModel):
     """The model that is served, and that the draft must agree with."""
 
-    path: str = Field(description="directory of the verifier: config.json, safetensors, tokenizer and chat template")
-    revision: str | None = Field(None, description="revision of the model, recorded with the draft")
+    path: str = Field(
+        description="directory of the verifier (config.json, safetensors, tokenizer and chat template), hub id or URL"
+    )
+    revision: str | None = Field(None, description="revision of the model: branch, tag or commit of a hub id")
     publish_as: str | None = Field(
         None, description="hub id to write into the draft as its verifier; without it the draft names a local path"
     )
@@ -71,6 +74,7 @@ class Recipe(StrictModel):
     export: ExportConfig = Field(default_factory=ExportConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     gate: GateConfig = Field(default_factory=GateConfig)
+    lifecycle: LifecycleConfig = Field(default_factory=LifecycleConfig)
 
     @field_validator("algorithm")
     @classmethod

@@ -38,6 +38,15 @@ class MadeOf(StrictModel):
     inputs: dict[str, str] = Field(description="digests of what went in")
     settings: dict[str, Any] = Field(description="the recipe's values and package versions in the key")
     seconds: float | None = Field(None, description="wall-clock time of the attempt that finished it")
+    finished: float | None = Field(None, description="when that was, in seconds since 1970")
+
+
+class WarmStart(StrictModel):
+    """An earlier draft whose weights training starts from; what belongs to the verifier comes from the new one."""
+
+    digest: str = Field(description="of the draft's bytes")
+    path: str | None = Field(description="its directory; None where a run only looks")
+    head: bool = Field(True, description="whether a trained head is taken too")
 
 
 class StageResult(StrictModel):
@@ -71,6 +80,7 @@ class Run:
     home: Path
     only_look: bool = False
     check: bool = True
+    warm_start: WarmStart | None = None
     progress: ProgressCallback | None = None
     watch: Callable[[Path], AbstractContextManager[Any]] | None = None
 
@@ -175,6 +185,7 @@ def produce(
         log.info("stage=%s start", stage)
         with run.watch(workspace) if run.watch else nullcontext():
             meta = dict(build(workspace))
-        kept = made_of.model_copy(update={"seconds": round(time.monotonic() - start, 3)})
+        took = {"seconds": round(time.monotonic() - start, 3), "finished": round(time.time(), 3)}
+        kept = made_of.model_copy(update=took)
         meta[MADE_OF] = kept.model_dump(mode="json")
         return result(run.store.publish(workspace, kind, key, meta, producer=versions()), cached=False)

@@ -77,8 +77,10 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
         "verifier": run.fingerprint.digest,
         "capture": capture_key(run.fingerprint, run.runtime.key, run.layer_ids, config.dtype),
     }
-    settings = {"source": config.source}
-    key = input_digest("capture", VERSIONS["states"], {**inputs, **settings})
+    key = input_digest("capture", VERSIONS["states"], {**inputs, "source": config.source})
+    # what the capture key is made of, by name
+    settings: dict[str, Json] = {"source": config.source, "dtype": config.dtype, "layers": list(run.layer_ids)}
+    settings["runtime"] = run.runtime.key
 
     def build(workspace: Path) -> dict[str, Any]:
         from speculators_core.states.capture import capture_rows
@@ -105,11 +107,14 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
 def train(run: Run, states: ArtifactRef) -> StageResult:
     """This algorithm on these states, in a process of its own."""
     inputs = {"states": states.digest, "verifier": run.fingerprint.digest}
-    settings = {
+    settings: dict[str, Json] = {
         "draft": run.draft_shape,
         "training": run.recipe.training.model_dump(mode="json"),
         "versions": versions("torch"),
     }
+    if run.warm_start is not None:
+        inputs["warm start"] = run.warm_start.digest
+        settings["warm head"] = run.warm_start.head
     key = input_digest("train", VERSIONS["training"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
@@ -285,6 +290,8 @@ def train_request(run: Run, states: Path, output: Path) -> TrainRequest:
         training=run.recipe.training,
         draft_vocabulary_size=run.recipe.draft_vocabulary,
         output=str(output),
+        warm_start=run.warm_start.path if run.warm_start else None,
+        warm_head=run.warm_start.head if run.warm_start else True,
     )
 
 

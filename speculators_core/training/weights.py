@@ -7,7 +7,7 @@ start never takes them from the old draft.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import safetensors.torch
@@ -19,6 +19,9 @@ from speculators_core.errors import ConfigError, TrainingError
 from speculators_core.training import checkpoints
 
 log = logging.getLogger(__name__)
+
+HEAD = "lm_head.weight"
+"""Name of the output head in every draft: its rows are tokens."""
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -48,8 +51,12 @@ def load_trained_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> Non
         value.copy_(tensors[name])
 
 
-def start_from(model: nn.Module, source: Path) -> None:
+def start_from(model: nn.Module, source: Path, *, head: bool = True) -> None:
     """Warm start: trainable weights from a checkpoint or an exported draft; frozen parts stay the new verifier's.
+
+    Args:
+        head: False keeps the model's own head also where it is trained: its rows would mean other tokens. So does
+            another choice of draft vocabulary, by itself.
 
     Raises:
         TrainingError: it is torn, or of another shape.
@@ -65,16 +72,23 @@ def start_from(model: nn.Module, source: Path) -> None:
             tensors = safetensors.torch.load_file(path)
         except SafetensorError as error:
             raise TrainingError(f"warm_start {path} cannot be read: {error}", mend="copy the draft again") from error
-    log.info("warm start from=%s parameters=%d", source, load_trainable_parameters(model, tensors))
+    mine, theirs = getattr(model, "d2t", None), tensors.get("d2t")
+    same_tokens = mine is theirs if mine is None or theirs is None else torch.equal(mine.cpu(), theirs)
+    own = frozenset() if head and same_tokens else frozenset({HEAD})
+    log.info("warm start from=%s parameters=%d", source, load_trainable_parameters(model, tensors, own=own))
 
 
 @torch.no_grad()
-def load_trainable_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> int:
-    """Copy every trainable parameter of `model` from `tensors`; all else in `tensors` is left alone.
+def load_trainable_parameters(
+    model: nn.Module, tensors: Mapping[str, Tensor], *, own: Collection[str] = frozenset()
+) -> int:
+    """Copy every trainable parameter of `model` but its `own` from `tensors`; all else in `tensors` is left alone.
 
     Returns the number of parameters copied. TrainingError when one is missing or has another shape.
     """
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trainable = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad and name not in own
+    }
     problems = [f"{name} is missing" for name in trainable.keys() - tensors.keys()]
     problems += [
         f"{name} is {tuple(tensors[name].shape)}, not {tuple(trainable[name].shape)}"

@@ -61,3 +61,26 @@ def test_warm_start_from_nothing_torn_or_other(tmp_path: Path) -> None:
     safetensors.torch.save_file(ToyDraft().state_dict(), tmp_path / "best" / "model.safetensors")
     with pytest.raises(TrainingError, match=r"does not fit: fc\.bias is missing; fc\.weight is \(8, 16\)"):
         start_from(other, tmp_path / "best")
+
+
+class TrainedHead(nn.Module):
+    def __init__(self, tokens: list[int], value: float) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2, bias=False)
+        self.lm_head = nn.Linear(2, len(tokens), bias=False)
+        self.register_buffer("d2t", torch.tensor(tokens) - torch.arange(len(tokens)))
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, value)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "head", "taken"), [([1, 5], True, True), ([1, 5], False, False), ([1, 6], True, False)]
+)
+def test_a_trained_head_is_taken_only_where_its_rows_mean_the_same_tokens(
+    tmp_path: Path, tokens: list[int], head: bool, taken: bool
+) -> None:
+    safetensors.torch.save_file(TrainedHead([1, 5], 2.0).state_dict(), tmp_path / "model.safetensors")
+    model = TrainedHead(tokens, 3.0)
+    start_from(model, tmp_path, head=head)
+    assert torch.all(model.fc.weight == 2.0)
+    assert torch.all(model.lm_head.weight == (2.0 if taken else 3.0))

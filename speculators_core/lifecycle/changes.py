@@ -1,0 +1,216 @@
+"""What a change means: from what a draft was proven on, and what is there now, to one action.
+
+`OnChange` is the table: one field for each kind of change, its default the action that the change asks for. A recipe
+overrides it under `lifecycle.on_change`. Where several things changed, the action that redoes most is taken. Whatever
+it is, the incumbent is measured on what is there now: sometimes doing nothing is still best.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from speculators_core.engine.runtime import RuntimeInfo
+from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG
+from speculators_core.types import StrictModel
+from speculators_core.verifier.fingerprint import PARTS, Fingerprint
+
+PARTS_TAG, SHAPE_TAG, RUNTIME_INFO_TAG = "verifier.parts", "verifier.shape", "runtime.info"
+TOKENIZER_TAG, TEMPLATE_TAG, VLLM_TAG = "tokenizer.sha256", "chat_template.sha256", "vllm.version"
+
+Action = Literal["nothing", "re-evaluate", "retrain", "retrain-new-head", "retrain-afresh"]
+ACTIONS: tuple[Action, ...] = ("nothing", "re-evaluate", "retrain", "retrain-new-head", "retrain-afresh")
+"""From what redoes least to what redoes most."""
+
+MEANING: dict[Action, str] = {
+    "nothing": "the champion stays as it is",
+    "re-evaluate": "render the prompts anew where that changed and measure the champion; train, starting from its "
+    "weights, only if the gate fails it",
+    "retrain": "capture anew and train, starting from the champion's weights",
+    "retrain-new-head": "choose the draft's vocabulary anew, capture, and train, starting from the champion's layers "
+    "but not its head",
+    "retrain-afresh": "capture anew and train from random weights",
+}
+
+
+class OnChange(StrictModel):
+    """The table: what each kind of change asks for."""
+
+    weights: Action = Field("retrain", description="the verifier's weights changed")
+    config: Action = Field("retrain", description="its config.json changed in how it computes, not in its shape")
+    adapters: Action = Field("retrain", description="an adapter was added, changed or removed")
+    tokenizer: Literal["nothing", "retrain-new-head", "retrain-afresh"] = Field(
+        "retrain-new-head", description="token ids mean something else: the old head and vocabulary map are void"
+    )
+    shape: Literal["nothing", "retrain-afresh"] = Field(
+        "retrain-afresh", description="hidden size, layers, heads or vocabulary size changed: no old weight fits"
+    )
+    chat_template: Action = Field("re-evaluate", description="the chat template or its settings changed, nothing else")
+    generation_config: Action = Field("re-evaluate", description="the generation config changed, nothing else")
+    quantised: Action = Field("re-evaluate", description="another quantisation of a model of the same shape")
+    runtime: Action = Field("re-evaluate", description="another vLLM, build, device or model runner")
+    unrecorded: Action = Field(
+        "retrain-afresh", description="the verifier changed, and the version does not say what it was proven on"
+    )
+
+
+Change = Literal[
+    "weights", "config", "adapters", "tokenizer", "shape", "chat_template", "generation_config", "quantised", "runtime",
+    "unrecorded",
+]  # fmt: skip
+
+
+class LifecycleConfig(StrictModel):
+    """What happens when the verifier or the runtime changes, and what it costs."""
+
+    on_change: OnChange = Field(default_factory=OnChange, description="action for each kind of change")
+    price_per_hour: float | dict[str, float] | None = Field(
+        None, description="price of an hour of the machine, or of each stage's: {capture: 4.5, train: 2.0, other: 0.4}"
+    )
+
+
+class World(StrictModel):
+    """What a draft depends on, as it is now."""
+
+    verifier: Fingerprint
+    shape: dict[str, Any] = Field(description="keys of config.json that decide tensor shapes")
+    runtime_key: str
+    runtime: RuntimeInfo
+
+
+class Proven(StrictModel):
+    """What a registered version was proven on, from its tags; None where it does not say."""
+
+    version: str
+    fingerprint: str | None
+    parts: dict[str, str] = Field(description="digest of each recorded part of the fingerprint")
+    shape: dict[str, Any] | None
+    runtime_key: str | None
+    vllm: str | None
+    runtime: RuntimeInfo | None = None
+    gate: str | None = Field(None, description="what the gate said of it")
+
+    @classmethod
+    def of_tags(cls, version: str, tags: Mapping[str, str]) -> Proven:
+        """Read a version's tags; unreadable ones count as missing."""
+        parts = _json_object(tags.get(PARTS_TAG)) or {}
+        for part, tag in (("tokenizer", TOKENIZER_TAG), ("chat_template", TEMPLATE_TAG)):
+            if tag in tags:
+                parts.setdefault(part, tags[tag])
+        try:
+            runtime = RuntimeInfo.model_validate_json(tags.get(RUNTIME_INFO_TAG, ""))
+        except ValidationError:
+            runtime = None
+        return cls(
+            version=version,
+            fingerprint=tags.get(FINGERPRINT_TAG),
+            parts={part: str(digest) for part, digest in parts.items()},
+            shape=_json_object(tags.get(SHAPE_TAG)),
+            runtime_key=tags.get(RUNTIME_TAG),
+            vllm=tags.get(VLLM_TAG),
+            runtime=runtime,
+            gate=tags.get(GATE_TAG),
+        )
+
+
+class Decision(StrictModel):
+    """What changed since a version was proven, and the action that follows."""
+
+    changes: tuple[Change, ...]
+    parts: tuple[str, ...] = Field(description="parts of the fingerprint that differ, as far as they are recorded")
+    action: Action
+    reasons: tuple[str, ...] = Field(description="one sentence for each change")
+
+
+def tags_of(world: World) -> dict[str, str]:
+    """Tags by which a version says later what it was proven on; what `Proven.of_tags` reads beside the digests."""
+    return {
+        PARTS_TAG: json.dumps(world.verifier.parts, sort_keys=True),
+        SHAPE_TAG: json.dumps(world.shape, sort_keys=True),
+        RUNTIME_INFO_TAG: world.runtime.model_dump_json(),
+    }
+
+
+def decide_action(proven: Proven | None, now: World, table: OnChange) -> Decision:
+    """Name what changed and look up what it asks for; without a champion everything is to be done."""
+    if proven is None:
+        return Decision(changes=(), parts=(), action="retrain-afresh", reasons=("nothing serves yet",))
+    parts = changed_parts(proven, now)
+    changes = changes_of(proven, now, parts)
+    actions: list[Action] = [getattr(table, change) for change in changes]
+    return Decision(
+        changes=changes,
+        parts=parts,
+        action=max(actions, key=ACTIONS.index, default="nothing"),
+        reasons=tuple(_sentence(change, proven, now) for change in changes),
+    )
+
+
+def changed_parts(proven: Proven, now: World) -> tuple[str, ...]:
+    """Recorded parts of the fingerprint that differ now, in the order of PARTS."""
+    if proven.fingerprint == now.verifier.digest:
+        return ()
+    return tuple(part for part in PARTS if part in proven.parts and proven.parts[part] != now.verifier.parts.get(part))
+
+
+def changes_of(proven: Proven, now: World, parts: tuple[str, ...]) -> tuple[Change, ...]:
+    """The kinds of change behind the parts that differ, those of the verifier first."""
+    found: list[Change] = []
+    if proven.fingerprint != now.verifier.digest:
+        found += _verifier_changes(proven, now, set(parts))
+    if proven.runtime_key != now.runtime_key:
+        found.append("runtime")
+    return tuple(found)
+
+
+def _verifier_changes(proven: Proven, now: World, parts: set[str]) -> list[Change]:
+    if proven.parts.keys() < set(PARTS) or not parts:
+        # some part differs, and which one was never written down
+        return ["tokenizer", "unrecorded"] if "tokenizer" in parts else ["unrecorded"]
+    found: list[Change] = []
+    if "config" in parts and (proven.shape is None or proven.shape != now.shape):
+        found.append("shape" if proven.shape is not None else "unrecorded")
+        parts -= {"config"}
+    if "quantisation" in parts:
+        # quantising rewrites the weights, and often the dtype in config.json: one change, which the gate judges
+        found.append("quantised")
+        parts -= {"quantisation", "weights", "config"}
+    order: tuple[Change, ...] = ("weights", "config", "tokenizer", "chat_template", "generation_config", "adapters")
+    return found + [part for part in order if part in parts]
+
+
+def _sentence(change: Change, proven: Proven, now: World) -> str:
+    if change == "runtime":
+        return f"the runtime changed: {runtime_words(proven, now)}"
+    if change == "shape" and proven.shape is not None:
+        keys = sorted(
+            key for key in proven.shape.keys() | now.shape.keys() if proven.shape.get(key) != now.shape.get(key)
+        )
+        moved = ", ".join(f"{key} {proven.shape.get(key)} → {now.shape.get(key)}" for key in keys)
+        return f"the verifier's shape changed: {moved}"
+    described = OnChange.model_fields[change].description
+    assert described is not None
+    return described
+
+
+def runtime_words(proven: Proven, now: World) -> str:
+    """What differs between two runtimes: versions where they differ, else build, device or model runner."""
+    new = now.runtime
+    if proven.vllm is not None and proven.vllm != new.vllm:
+        return f"vLLM {proven.vllm} → {new.vllm}"
+    old = proven.runtime
+    names = ("build", "device", "model_runner")
+    moved = [f"{name} {getattr(old, name)} → {getattr(new, name)}" for name in names if old is not None
+             and getattr(old, name) != getattr(new, name)]  # fmt: skip
+    return ", ".join(moved) or f"another build of vLLM {new.vllm}, or another device"
+
+
+def _json_object(text: str | None) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text or "")
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
