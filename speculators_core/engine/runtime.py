@@ -10,15 +10,18 @@ import subprocess
 from functools import lru_cache
 from pathlib import Path
 
-import httpx
 from pydantic import Field, ValidationError, model_validator
 
 from speculators_core.engine.diagnose import diagnose
+from speculators_core.engine.remote import RecordStore, greet
 from speculators_core.errors import EngineError, EngineTimeout
 from speculators_core.types import StrictModel
 
 _log = logging.getLogger(__name__)
 _PROBE_TIMEOUT_S = 180
+_UNKNOWN = "unknown"
+UNTESTED = "untested"
+"""What the key of a runtime begins with that did not say what it is."""
 
 _PROBE = """
 import importlib.metadata as metadata, json, os
@@ -60,11 +63,18 @@ class Runtime(StrictModel):
     name: str = Field("default", description="what recipes and reports call it")
     python: str | None = Field(None, description="interpreter with vLLM installed, e.g. .venv-vllm/bin/python")
     url: str | None = Field(None, description="base URL of a running server, e.g. http://127.0.0.1:8000")
+    store: RecordStore | None = Field(
+        None,
+        description="with `url`: where that server puts its records and says who it is; without it, it serves for "
+        "evaluation only (`draftsmith runtime flags RECIPE` prints how to start it)",
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Runtime:
         if (self.python is None) == (self.url is None):
             raise ValueError("a runtime needs exactly one of `python` and `url`")
+        if self.store is not None and self.url is None:
+            raise ValueError("`store` belongs to a runtime given by `url`; `capture.backend` is for our own engines")
         return self
 
 
@@ -79,8 +89,18 @@ class RuntimeInfo(StrictModel):
     transformers: str = Field(description="version of transformers")
 
     @property
+    def tested(self) -> bool:
+        """Whether it said enough about itself to stand in the compatibility matrix."""
+        return _UNKNOWN not in (self.build, self.device, self.model_runner)
+
+    @property
     def key(self) -> str:
-        """sha256 (hex) of vLLM version, build, device and model runner: `runtime.key`."""
+        """`runtime.key`: sha256 (hex) of vLLM version, build, device and model runner.
+
+        A server that does not tell them has `untested:` and its version: never the key of a runtime that was proven.
+        """
+        if not self.tested:
+            return f"{UNTESTED}:{self.vllm}"
         identity = [self.vllm, self.build, self.device, self.model_runner]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
@@ -92,7 +112,7 @@ def probe_runtime(runtime: Runtime, *, home: Path | None = None) -> RuntimeInfo:
     there is no such interpreter, no vLLM in it, or no server at the URL.
     """
     if runtime.url is not None:
-        return _ask_server(runtime.url)
+        return _ask_server(runtime.url, runtime.store)
     assert runtime.python is not None
     python = Path(runtime.python).expanduser().absolute()  # not resolved: a virtual environment is known by its link
     if not python.is_file():
@@ -155,19 +175,17 @@ def _run_probe(python: Path) -> RuntimeInfo:
     raise EngineError(f"no vLLM could be imported by {python}: {diagnosis.describe()}", mend=diagnosis.mend)
 
 
-def _ask_server(url: str) -> RuntimeInfo:
-    """A server tells its version only; all else stays "unknown"."""
-    address = url.rstrip("/") + "/version"
-    try:
-        answer = httpx.get(address, timeout=10)
-        answer.raise_for_status()
-        version = str(answer.json()["version"])
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        raise EngineError(
-            f"no vLLM server answers at {address} ({type(error).__name__}: {error})",
-            mend="start the server, or correct the runtime's `url` (without /v1)",
-        ) from error
-    unknown = "unknown"
-    return RuntimeInfo(
-        vllm=version, build=unknown, device=unknown, model_runner=unknown, torch=unknown, transformers=unknown
-    )
+def _ask_server(url: str, store: RecordStore | None) -> RuntimeInfo:
+    """What a server announced, else its version alone."""
+    greeting = greet(url, store)
+    if greeting.announcement is None:
+        _log.info("the server at %s stays untested: %s", url, greeting.silence)
+        return RuntimeInfo(
+            vllm=greeting.version,
+            build=_UNKNOWN,
+            device=_UNKNOWN,
+            model_runner=_UNKNOWN,
+            torch=_UNKNOWN,
+            transformers=_UNKNOWN,
+        )
+    return RuntimeInfo.model_validate(greeting.announcement.model_dump(include=set(RuntimeInfo.model_fields)))

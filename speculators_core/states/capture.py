@@ -24,10 +24,11 @@ from speculators_core.errors import CaptureError, ConfigError, DiskSpaceError
 from speculators_core.states.collect import Collector, Rows, content_of, each, ids_of
 from speculators_core.states.config import CaptureConfig
 from speculators_core.states.gates import check_layers, check_states
+from speculators_core.states.handshake import at_store, check_announcement, server_command, shake_hands, terms_of
 from speculators_core.states.parity import ParityGate, ParityReport
 from speculators_core.states.sets import StateSet
 from speculators_core.states.shards import StatesFacts
-from speculators_core.states.source import Tally, check_announcement, request_states
+from speculators_core.states.source import Tally, request_states
 from speculators_core.store import storage_errors
 from speculators_core.types import ProgressCallback, StrictModel
 from speculators_core.verifier.facts import VerifierFacts, read_facts
@@ -169,19 +170,17 @@ def capture_rows(
     """
     facts = read_facts(verifier_dir)
     layers = check_layers(layer_ids, facts.num_hidden_layers)
+    if config.source == "engine":
+        config = at_store(config, runtime)
     collector = plan_capture(rows, facts, layers, fingerprint, config, workspace)
     if config.source == "hf":
         return _capture_hf(rows, collector, config, workspace, verifier_dir, trust_remote_code, progress)
     length = _context_for(collector, facts)
-    with ThreadPoolExecutor(1, thread_name_prefix="parity") as pool:
-        # The reference forward runs while the engine starts, which mostly waits for imports.
-        gate = ParityGate(rows, collector, config, verifier_dir, facts, trust_remote_code)
-        prepared = pool.submit(gate.prepare)
-        if not collector.missing():
-            prepared.result()
-            return conclude(collector, gate, workspace, Tally())
+    spec = None
+    if collector.missing():
         if runtime is None:
             raise ConfigError("a capture by the engine needs a runtime")
+        info = probe_runtime(runtime, home=home)
         spec = capture_server(
             config,
             verifier_dir,
@@ -189,9 +188,18 @@ def capture_rows(
             fingerprint,
             workspace,
             max_model_len=length,
-            device=probe_runtime(runtime, home=home).device,
+            device=info.device,
             trust_remote_code=trust_remote_code,
         )
+        if runtime.url is not None:
+            shake_hands(runtime, terms_of(collector, config), server_command(spec, runtime.url, info))
+    with ThreadPoolExecutor(1, thread_name_prefix="parity") as pool:
+        # The reference forward runs while the engine starts, which mostly waits for imports.
+        gate = ParityGate(rows, collector, config, verifier_dir, facts, trust_remote_code)
+        prepared = pool.submit(gate.prepare)
+        if runtime is None or spec is None:
+            prepared.result()
+            return conclude(collector, gate, workspace, Tally())
         with serve(runtime, spec, home=home) as engine:
             if check is not None:
                 check(engine)
@@ -222,7 +230,7 @@ def capture(
     collector = plan_capture(rows, facts, layers, fingerprint, config, workspace)
     _context_for(collector, facts)
     reader = _reader(config, workspace)
-    check_announcement(reader, collector.facts, engine)
+    check_announcement(reader, terms_of(collector, config), engine)
     gate = ParityGate(rows, collector, config, verifier_dir, facts, False)
     gate.prepare()
     tally = request_states(rows, collector, gate, engine, config, reader, progress)

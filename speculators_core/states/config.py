@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from speculators_core.engine.runtime import Runtime
 from speculators_core.types import StrictModel
 
 
@@ -16,6 +17,9 @@ class CaptureConfig(StrictModel):
         "engine", description="vLLM, or a Hugging Face forward for families whose states vLLM cannot hand out"
     )
     dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="dtype that the verifier runs in")
+    runtime: Runtime | None = Field(
+        None, description="the vLLM that captures, where it is another than the recipe's `runtime`"
+    )
     backend: str = Field("file", description="how records travel from the engine: a backend of hs_connectors")
     backend_config: dict[str, Any] = Field(
         default_factory=dict, description="the backend's settings; empty with `file`: a directory in the workspace"

@@ -18,6 +18,7 @@ from speculators_core.errors import CaptureError, EngineError
 from speculators_core.states.collect import Collector, Rows, content_of, ids_of
 from speculators_core.states.config import CaptureConfig
 from speculators_core.states.gates import check_record
+from speculators_core.states.handshake import check_announcement, terms_of
 from speculators_core.states.parity import ParityGate
 from speculators_core.states.shards import StatesFacts
 from speculators_core.types import ProgressCallback
@@ -60,7 +61,7 @@ def request_states(
     Raises:
         CaptureError: a gate failed, rows failed in every try, or the engine died; finished shards are kept.
     """
-    check_announcement(reader, collector.facts, engine)
+    check_announcement(reader, terms_of(collector, config), engine)
     tally, left = Tally(), collector.missing()
     total = len(left)
     # Sampled rows first: a capture that is wrong ends with its first requests.
@@ -194,33 +195,3 @@ def _fetch(generation: Generation, reader: Reader, engine: Engine, timeout_s: fl
             raise
     reader.delete(handle)
     return record
-
-
-def check_announcement(reader: Reader, facts: StatesFacts, engine: Engine) -> None:
-    """Compare what the engine said about itself with what is wanted (a remote one must have said something).
-
-    Raises:
-        CaptureError: other layers, dtype or verifier, or a remote engine that said nothing.
-    """
-    try:
-        announced = reader.announcement()
-    except ConnectorError as error:
-        raise CaptureError(f"the records' store cannot be read: {error.what}", mend=error.mend) from error
-    if announced is None:
-        if engine.process is None:
-            raise CaptureError(
-                f"the server at {engine.base_url} published no engine.json in the records' store",
-                mend="its owner must start it with our plugin and the same backend; else it serves for evaluation only",
-            )
-        return
-    wanted = {
-        "layer_ids": list(facts.layer_ids),
-        "states_dtype": facts.dtype,
-        "verifier_fingerprint": facts.verifier_fingerprint,
-    }
-    for key, value in wanted.items():
-        if key in announced and announced[key] != value:
-            raise CaptureError(
-                f"the engine captures {key} {announced[key]}, wanted is {value}",
-                mend="restart the engine with the settings of this capture",
-            )

@@ -23,6 +23,13 @@ from speculators_core.states.source import request_states
 LENGTHS = [5, 9, 30, 4, 7, 3, 12, 8, 6]
 
 
+def announced(**changes: object) -> dict[str, object]:
+    """What an engine that fits says about itself."""
+    facts = {"vllm": "1", "device": "cpu", "model_runner": "v1", "codec": "none", "max_model_len": 64}
+    wanted = {"layer_ids": list(FACTS.layer_ids), "states_dtype": FACTS.dtype}
+    return facts | wanted | {"verifier_fingerprint": FACTS.verifier_fingerprint} | changes
+
+
 @dataclass
 class StandIn:
     """Engine and client in one: answers as ours do, and leaves records as the connector does."""
@@ -36,8 +43,7 @@ class StandIn:
 
     def __post_init__(self) -> None:
         self.writer = open_writer("file", {"root": str(self.root), "fsync": False})
-        facts = {"layer_ids": list(FACTS.layer_ids), "states_dtype": FACTS.dtype}
-        self.writer.announce(facts | {"verifier_fingerprint": FACTS.verifier_fingerprint})
+        self.writer.announce(announced())
 
     def check(self) -> None:
         pass
@@ -148,11 +154,23 @@ def test_a_record_that_is_not_the_requested_one_ends_the_capture(tmp_path: Path,
         work()
 
 
-def test_an_engine_of_other_settings_is_refused(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("term", "value"),
+    [
+        ("layer_ids", [0, 4]),
+        ("states_dtype", "float32"),
+        ("codec", "fp8"),
+        ("verifier_fingerprint", "0" * 64),
+        ("max_model_len", max(LENGTHS)),
+    ],
+)
+def test_an_engine_of_other_settings_is_refused(tmp_path: Path, term: str, value: object):
     engine, _, work = run(tmp_path)
-    engine.writer.announce({"layer_ids": [0, 4], "states_dtype": "bfloat16"})
-    with pytest.raises(CaptureError, match=r"captures layer_ids \[0, 4\], wanted is \[1, 2, 4\]"):
+    engine.writer.announce(announced(**{term: value}))
+    name = "context" if term == "max_model_len" else term
+    with pytest.raises(CaptureError, match=rf"(?s)than is wanted: {name}\n.*≠ +{name}") as raised:
         work()
+    assert str(raised.value).count("≠") == 1 and str(value) in str(raised.value)
     assert engine.attempts == {}
 
 
