@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from speculators_core.algorithms.eagle3.build import build
-from speculators_core.algorithms.eagle3.config import Eagle3Config
-from speculators_core.algorithms.eagle3.export import export
+from speculators_core import registry
 from speculators_core.engine.client import GenerationRequest
 from speculators_core.engine.config import ServerSpec
 from speculators_core.engine.server import Engine
+from speculators_core.evaluation.served import drafted_tokens
 from speculators_core.formats.card import ModelCard
 from speculators_core.formats.directory import write_draft
 from tests.unit.speculators_core.algorithms.tiny import Vocabulary
@@ -38,7 +37,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "speculative_tokens": 2,
         "draft_size": 4096,
     },
+    "in-parallel-qwen3-two-layers-fc-norm": {
+        "kind": "peagle",
+        "style": "qwen3",
+        "layers": 2,
+        "norm_before_fc": False,
+        "fc_norm": True,
+        "num_depths": 5,
+        "speculative_tokens": 4,
+        "draft_size": 4096,
+    },
+    "in-blocks-two-layers-own-mask": {"kind": "dflash", "layers": 2, "block_size": 5, "draft_size": 4096},
 }
+"""Knobs of a draft (eagle3 unless its kind is named), and the size of its vocabulary."""
 
 
 def every_nth(draft_size: int, verifier_size: int) -> Vocabulary:
@@ -54,10 +65,12 @@ def test_an_untrained_draft_is_served_alone(
 ) -> None:
     knobs = dict(SHAPES[shape])
     draft_size = knobs.pop("draft_size", None)
-    config = Eagle3Config(**knobs)
+    algorithm = registry.resolve(knobs.get("kind", "eagle3"))
+    config = algorithm.config(**knobs)
     vocabulary = every_nth(draft_size, 49152) if draft_size else None
-    model = build(config, verifier_dir, vocabulary, seed=0)  # type: ignore[arg-type]
-    draft = write_draft(tmp_path / "draft", export(config, model, str(verifier_dir)), ModelCard(title=shape))
+    model = algorithm.build(config, verifier_dir, vocabulary, 0)
+    exported = algorithm.export(config, model, str(verifier_dir))
+    draft = write_draft(tmp_path / "draft", exported, ModelCard(title=shape))
     server = engine(ServerSpec(model=str(draft), max_model_len=256, max_num_seqs=4, kv_cache_gib=1.0))
     with server.client() as client:
         before = client.counters()
@@ -67,4 +80,4 @@ def test_an_untrained_draft_is_served_alone(
     assert len(answer.token_ids) == 12
     drafts = after.drafts - before.drafts
     assert drafts > 0
-    assert after.draft_tokens - before.draft_tokens == drafts * config.drafted_tokens
+    assert after.draft_tokens - before.draft_tokens == drafts * drafted_tokens(draft)

@@ -26,7 +26,7 @@ class _Tokens:
     roles: tuple[tuple[str, int], ...]
 
 
-def resolve_mask_token(verifier_dir: Path, facts: VerifierFacts, asked: int | None) -> int:
+def resolve_mask_token(verifier_dir: Path, facts: VerifierFacts, asked: int | None, *, trusted: bool = False) -> int:
     """The mask token's id in the verifier's vocabulary.
 
     In this order: the one asked for; the tokenizer's own mask token; the first id that the vocabulary has room for but
@@ -35,14 +35,19 @@ def resolve_mask_token(verifier_dir: Path, facts: VerifierFacts, asked: int | No
 
     Args:
         asked: `algorithm.mask_token_id`, or None.
+        trusted: take an id inside the vocabulary as it is: it was checked before, or an existing draft has it.
 
     Raises:
         ConfigError: the id asked for lies outside the vocabulary, or is a token that text is made of; or none is left.
         VerifierError: the tokenizer cannot be loaded.
     """
+    if asked is not None:
+        _require_inside(asked, facts.vocab_size)
+        if trusted:
+            return asked
     tokens = _read_tokens(verifier_dir, facts)
     if asked is not None:
-        _require_unused(asked, facts.vocab_size, tokens)
+        _require_unused(asked, tokens)
         return asked
     if tokens.mask is not None:
         return tokens.mask
@@ -59,12 +64,15 @@ def resolve_mask_token(verifier_dir: Path, facts: VerifierFacts, asked: int | No
     )
 
 
-def _require_unused(asked: int, vocab_size: int, tokens: _Tokens) -> None:
+def _require_inside(asked: int, vocab_size: int) -> None:
     if not 0 <= asked < vocab_size:
         raise ConfigError(
             f"algorithm.mask_token_id is {asked}, outside the verifier's vocabulary of {vocab_size} tokens",
             mend="leave it out to have one chosen",
         )
+
+
+def _require_unused(asked: int, tokens: _Tokens) -> None:
     if asked in tokens.ordinary or asked in tokens.written:
         text = tokens.written.get(asked)
         what = "is a token that text is made of" if text is None else f"({text}) is written by the chat template"

@@ -34,7 +34,7 @@ def build(config: PEagleConfig, verifier_dir: Path, draft_vocabulary: DraftVocab
     def make(
         facts: VerifierFacts, geometry: LayerGeometry, num_aux: int, vocabulary: ReducedVocabulary | None
     ) -> PEagleDraft:
-        mask = resolve_mask_token(Path(verifier_dir), facts, config.mask_token_id)
+        mask = resolve_mask_token(Path(verifier_dir), facts, config.mask_token_id, trusted=True)
         return PEagleDraft(config, geometry, num_aux, vocabulary, mask, draft_logit_scale=facts.logit_scale)
 
     model = build_feature_draft(config, verifier_dir, draft_vocabulary, seed, make)

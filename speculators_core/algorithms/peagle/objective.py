@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from speculators_core.algorithms._blocks.chains import align_shifted, walk_reply
+from speculators_core.algorithms._blocks.chains import TARGET_ROUNDING, align_shifted, walk_reply
 from speculators_core.algorithms.peagle.config import PEagleConfig
 from speculators_core.algorithms.peagle.elements import Elements, countable, draw_elements, every_depth, sizes
 from speculators_core.algorithms.peagle.model import PEagleDraft
@@ -16,8 +16,6 @@ from speculators_core.metrics.acceptance import unrolled_metrics
 from speculators_core.types import Aligned, Batch, Counted, Sample, StepResult
 
 COMPAT_EPSILON = 1e-5
-TARGET_ROUNDING = 32
-"""Multiple that the number of targets is rounded up to: matrix libraries compile a kernel for each new shape."""
 
 
 class PEagleObjective:
