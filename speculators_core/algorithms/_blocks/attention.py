@@ -83,13 +83,13 @@ def plan_attention(
             high = min(low + BLOCK, first + count)
             begin, end = rows[low], rows[high - 1] + 1
             key_low = start if reach is None else max(start, begin - reach + 1)
-            cut = reach is not None and end - key_low > reach
-            if end - begin == high - low and not cut:
+            cut = reach if reach is not None and end - key_low > reach else None
+            if end - begin == high - low and cut is None:
                 hidden = triangle[: high - low, : high - low]
             else:
-                key_first = key_low if cut else begin
+                key_first = begin if cut is None else key_low
                 distance = torch.tensor(rows[low:high])[:, None] - torch.arange(key_first, end)
-                hidden = (distance < 0) | (distance >= reach) if cut else distance < 0
+                hidden = distance < 0 if cut is None else (distance < 0) | (distance >= cut)
                 hidden = hidden.to(triangle.device)
             pieces.append(Piece(slice(low, high), slice(key_low, end), hidden))
             cells += (high - low) * (end - key_low)

@@ -32,7 +32,7 @@ SHAPES: list[dict[str, Any]] = [
     {"sliding_window": 5, "layers": 3, "full_attention_layers": (1,)},
     {"sliding_window": 4, "norm_before_fc": False},
 ]
-EVERY_CHAIN = {"down_sample_ratio": 1.0}
+EVERY_CHAIN: dict[str, Any] = {"down_sample_ratio": 1.0}
 """Nothing is left to chance: all depths of all rows."""
 
 
@@ -230,7 +230,7 @@ def test_the_perfect_draft_has_no_loss_and_is_always_right(verifier: Path) -> No
     assert teacher is not None
     batch = pack([objective.align(sample(14, [(6, 14)]))], 13)
     states = batch.last_TH * torch.rsqrt(batch.last_TH.square().mean(-1, keepdim=True) + teacher.eps) * teacher.norm
-    model.forward = lambda ids, pos, aux, elements: [  # type: ignore[method-assign]
+    model.forward = lambda ids, pos, aux, elements: [  # type: ignore[method-assign,assignment]
         states[(anchors + depth).clamp_max(12)] for depth, anchors in enumerate(elements.anchors)
     ]
     with torch.no_grad():
