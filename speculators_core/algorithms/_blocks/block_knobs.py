@@ -53,6 +53,12 @@ class BlockKnobs(StrictModel):
     def _blocks_are_consistent(self) -> BlockKnobs:
         if self.aux_layers is not None and len(self.aux_layers) == 0:
             raise ValueError("aux_layers is empty: leave it out for the default")
+        outside = [index for index in self.full_attention_indices if not 0 <= index < self.layers]
+        if outside:
+            raise ValueError(
+                f"full_attention_indices names {outside}, but the draft has {self.layers} layers counted from 0: "
+                "name layers of the draft, not of the verifier"
+            )
         try:
             terms = parse_loss(self.loss)
         except ConfigError as error:

@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from speculators_core.algorithms._blocks.block_draft import BlockDraft, BlockLayer
+from speculators_core.algorithms._blocks.block_objective import chance_weights, expected_count, learned_blocks
+from speculators_core.algorithms._blocks.rotary import rotate
+from speculators_core.algorithms.dflash.build import build
+from speculators_core.algorithms.dflash.config import DFlashConfig, check
+from speculators_core.algorithms.dflash.export import export
+from speculators_core.algorithms.dflash.model import DFlashDraft
+from speculators_core.algorithms.dflash.objective import DFlashObjective
+from speculators_core.errors import ConfigError, FormatError
+from speculators_core.formats.card import ModelCard
+from speculators_core.formats.directory import read_draft, write_draft
+from speculators_core.formats.servable import check_servable
+from speculators_core.types import Aligned, DraftPlan, ExportedDraft
+from tests.unit.speculators_core.algorithms.tiny import VOCAB, pack, sample, vocabulary, write_verifier
+
+SHAPES: list[dict[str, Any]] = [
+    {"layers": 1},
+    {"layers": 2, "sliding_window": 6},
+    {"layers": 3, "sliding_window": 5, "full_attention_indices": (1,), "sliding_window_non_causal": True},
+    {"layers": 2, "sliding_window": None, "sliding_window_non_causal": True},
+]
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_verifier(tmp_path_factory.mktemp("verifier"))
+
+
+def made(verifier: Path, *, reduced: bool = True, **knobs: Any) -> tuple[DFlashDraft, DFlashObjective]:
+    config = DFlashConfig(**{"block_size": 5, "mask_token_id": VOCAB - 1, **knobs})
+    model = build(config, verifier, vocabulary() if reduced else None, seed=11)  # type: ignore[arg-type]
+    if model.mask_embedding is not None:  # nothing like the table's row any more
+        torch.nn.init.normal_(model.mask_embedding, std=0.5)
+    return model, DFlashObjective(config)
+
+
+def gradients(model: DFlashDraft) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# ------------------------------------------------------------------------- what vLLM's proposer does with the draft
+
+
+def fill_in(model: BlockDraft, aligned: Aligned, anchor: int, slots: int) -> Tensor:
+    """States [B, H] of one block, given the features before its anchor, by ordinary attention."""
+    features = model.hidden_norm(model.fc(aligned.aux_TAH[:anchor]))
+    positions = torch.arange(anchor + slots)
+    tokens = torch.tensor([int(aligned.input_ids[anchor])] + [model.mask_token_id] * (slots - 1))
+    hidden = model.embed_tokens.weight[tokens].to(features.dtype)
+    if model.mask_embedding is not None:
+        hidden = torch.where((tokens == model.mask_token_id)[:, None], model.mask_embedding, hidden)
+    rotation = model.rotary(positions)
+    own_rotation = (rotation[0][anchor:], rotation[1][anchor:])
+    for index, layer in enumerate(model.layers):
+        assert isinstance(layer, BlockLayer)
+        attn, window = layer.self_attn, model.geometry.window(index)
+        assert attn.q_norm is not None and attn.k_norm is not None
+        x = layer.input_layernorm(hidden)
+        rows = torch.cat([features, x])  # context rows are not normed again
+        q = rotate(attn.q_norm(attn.q_proj(x).unflatten(-1, (-1, attn.head_dim))), own_rotation)
+        k = rotate(attn.k_norm(attn.k_proj(rows).unflatten(-1, (-1, attn.head_dim))), rotation)
+        v = attn.v_proj(rows).unflatten(-1, (-1, attn.head_dim))
+        distance = positions[anchor:, None] - positions
+        seen = distance.abs() < window if window is not None else torch.ones_like(distance, dtype=torch.bool)
+        if not model.knobs.sliding_window_non_causal:  # vLLM: one causality for all layers
+            seen &= distance >= 0
+        groups = q.shape[1] // k.shape[1]
+        out = functional.scaled_dot_product_attention(
+            q.transpose(0, 1),
+            k.repeat_interleave(groups, 1).transpose(0, 1),
+            v.repeat_interleave(groups, 1).transpose(0, 1),
+            attn_mask=seen,
+        )
+        hidden = layer.finish(attn.o_proj(out.transpose(0, 1).flatten(1)), hidden)
+    normed: Tensor = model.norm(hidden)
+    return normed
+
+
+@torch.no_grad()
+def propose(model: DFlashDraft, aligned: Aligned, anchor: int, k: int) -> list[int]:
+    states = fill_in(model, aligned, anchor, k + 1)[1:]
+    tokens = (states @ model.lm_head.weight.to(states.dtype).T).argmax(-1)
+    return (tokens if model.d2t is None else tokens + model.d2t[tokens]).tolist()
+
+
+def serve(model: DFlashDraft, aligned: Aligned, k: int) -> list[int]:
+    """Accepted drafts at each drafting point of each reply in the row, by trying every proposal."""
+    tokens, mask = aligned.input_ids.tolist(), aligned.loss_mask.tolist()
+    accepted: list[int] = []
+    point = 0
+    while point + 1 < len(tokens):
+        if not (mask[point] and mask[point + 1]):
+            point += 1
+            continue
+        count = 0
+        for offset, token in enumerate(propose(model, aligned, point, k), start=1):
+            at = point + offset
+            if at >= len(tokens) or not mask[at] or tokens[at] != token:
+                break
+            count += 1
+        accepted.append(count)
+        point += count + 1
+    return accepted
+
+
+@pytest.mark.parametrize("knobs", SHAPES)
+def test_blocks_are_what_the_proposer_fills_in(verifier: Path, knobs: dict[str, Any]) -> None:
+    model, objective = made(verifier, **knobs)
+    aligned = objective.align(sample(23, [(6, 23)]))
+    batch = pack([aligned], 23)
+    learned = learned_blocks(objective.config, batch)
+    with torch.no_grad():
+        states = model(batch.input_ids, batch.position_ids, batch.aux_TAH, learned.blocks)
+        for number, anchor in enumerate(learned.blocks.anchors_M.tolist()):
+            expected = fill_in(model, aligned, anchor, 5)
+            torch.testing.assert_close(states[number], expected, rtol=1e-4, atol=1e-5)
+        skipping = replace(learned.blocks, skip=1)
+        torch.testing.assert_close(model(batch.input_ids, batch.position_ids, batch.aux_TAH, skipping), states[:, 1:])
+
+
+@pytest.mark.parametrize("knobs", SHAPES)
+@pytest.mark.parametrize("reduced", [True, False])
+def test_the_walk_is_the_served_loop(verifier: Path, knobs: dict[str, Any], reduced: bool) -> None:
+    model, objective = made(verifier, reduced=reduced, **knobs)
+    aligned = objective.align(sample(40, [(5, 19), (24, 39)]))
+    ids = aligned.input_ids.clone()
+    generator = torch.Generator().manual_seed(0)
+    # Make the replies such that some proposals are accepted: write what the draft itself would say, with slips.
+    for begin, end in ((5, 19), (24, 39)):
+        at = begin + 1
+        while at < end:
+            said = propose(model, replace(aligned, input_ids=ids), at - 1, 3)[: end - at]
+            kept = int(torch.randint(0, 4, (), generator=generator))
+            ids[at : at + len(said)] = torch.tensor(said)
+            at += min(kept, len(said))
+            if at < end:
+                ids[at] = int(torch.randint(VOCAB - 1, (), generator=generator))
+                at += 1
+    aligned = replace(aligned, input_ids=ids)
+    walked = objective.walk(model, aligned, 3)
+    assert list(walked) == serve(model, aligned, 3)
+    assert sum(walked) > 0 and min(walked) < 3
+
+
+def test_a_row_without_replies_is_not_walked(verifier: Path) -> None:
+    model, objective = made(verifier)
+    assert objective.walk(model, objective.align(sample(9, [])), 3) == []
+    assert objective.walk(model, objective.align(sample(9, [(8, 9)])), 3) == []
+
+
+# ---------------------------------------------------------------------------------------------- what is supervised
+
+
+def links(objective: DFlashObjective, *rows: Aligned, total: int) -> dict[int, int]:
+    learned = learned_blocks(objective.config, pack(list(rows), total))
+    counts = learned.counted_SM.sum(dim=0).tolist()
+    return {anchor: n for anchor, n in zip(learned.blocks.anchors_M.tolist(), counts, strict=True) if n}
+
+
+def test_blocks_end_with_their_reply_and_their_document(verifier: Path) -> None:
+    _, objective = made(verifier)
+    first, second = objective.align(sample(8, [(3, 8)])), objective.align(sample(6, [(0, 3)], seed=1))
+    # every reply token but the last is an anchor, and is asked for what is left of its own reply, at most 4 tokens
+    assert links(objective, first, second, total=16) == {3: 4, 4: 3, 5: 2, 6: 1, 8: 2, 9: 1}
+
+
+def test_compat_keeps_away_from_the_rows_end_and_runs_into_the_next_document(verifier: Path) -> None:
+    _, objective = made(verifier, compat=True)
+    first, second = objective.align(sample(8, [(3, 8)])), objective.align(sample(6, [(0, 3)], seed=1))
+    assert links(objective, first, second, total=16) == {3: 4, 4: 4, 5: 4, 6: 4, 7: 3, 8: 2, 9: 1}
+    assert links(objective, first, total=8) == {}
+
+
+def test_more_anchors_than_wanted_are_drawn_and_counted_by_expectation(verifier: Path) -> None:
+    _, objective = made(verifier, max_anchors=8)
+    batch = pack([objective.align(sample(64, [(4, 60)]))], 64)
+    drawn = [learned_blocks(objective.config, batch).blocks.anchors_M for _ in range(2)]
+    assert all(anchors.numel() == 8 for anchors in drawn) and not torch.equal(*drawn)
+    with torch.no_grad():
+        fixed = [learned_blocks(objective.config, batch).blocks.anchors_M for _ in range(2)]
+    assert torch.equal(*fixed)
+    counts = [float(learned_blocks(objective.config, batch).counted_SM.sum()) for _ in range(300)]
+    assert sum(counts) / 300 == pytest.approx(float(expected_count(objective.config, batch)), rel=0.01)
+
+
+def test_chance_weights_are_the_published_example() -> None:
+    losses, counted = torch.tensor([[0.7], [0.2], [1.0]]), torch.ones(3, 1, dtype=torch.bool)
+    found = chance_weights(losses, counted, 0.5).squeeze(1)
+    torch.testing.assert_close(found, torch.tensor([1.8941656, 1.1458730, 0.4654015]))
+
+
+@pytest.mark.parametrize("knobs", SHAPES)
+@pytest.mark.parametrize("weights", ["dpace", "fixed-exp-decay"])
+def test_packed_is_unpacked(verifier: Path, knobs: dict[str, Any], weights: str) -> None:
+    model, objective = made(verifier, position_weights=weights, **knobs)
+    rows = [objective.align(sample(n, [(3, n - 1)], seed=n)) for n in (12, 17, 9)]
+    packed = pack(rows, 40)
+    denominators = objective.denominators(packed)
+    together = objective.step(model, packed, denominators)
+    together.loss.backward()  # type: ignore[no-untyped-call]
+    expected = gradients(model)
+    model.zero_grad()
+    total = torch.zeros(())
+    pooled: dict[str, Any] = {}
+    for row in rows:
+        result = objective.step(model, pack([row], row.input_ids.numel()), denominators)
+        result.loss.backward()  # type: ignore[no-untyped-call]
+        total = total + result.loss.detach()
+        for name, value in result.metrics.items():
+            pooled[name] = pooled[name] + value if name in pooled else value
+    torch.testing.assert_close(total, together.loss.detach())
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6)
+    for name, value in together.metrics.items():
+        assert pooled[name].sum == pytest.approx(value.sum, rel=1e-4), name
+        assert pooled[name].count == pytest.approx(value.count), name
+
+
+def test_a_batch_without_replies_has_a_loss_of_zero_and_a_graph(verifier: Path) -> None:
+    model, objective = made(verifier)
+    batch = pack([objective.align(sample(10, []))], 12)
+    result = objective.step(model, batch, objective.denominators(batch).clamp_min(1.0))
+    result.loss.backward()  # type: ignore[no-untyped-call]
+    assert float(result.loss.detach()) == 0.0 and result.metrics == {}
+    assert gradients(model).keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_the_perfect_draft_has_no_loss_and_is_always_right(verifier: Path) -> None:
+    """Teacher states fed back as the draft's own: alignment of slots and targets, end to end."""
+    model, objective = made(verifier, loss="kl_div", position_weights="fixed-exp-decay")
+    teacher = model.teacher
+    assert teacher is not None
+    batch = pack([objective.align(sample(14, [(6, 14)]))], 14)
+    states = batch.last_TH * torch.rsqrt(batch.last_TH.square().mean(-1, keepdim=True) + teacher.eps) * teacher.norm
+    model.forward = lambda ids, pos, aux, blocks: torch.stack(  # type: ignore[method-assign]
+        [states[(blocks.anchors_M + link).clamp_max(13)] for link in range(4)], dim=1
+    )
+    with torch.no_grad():
+        result = objective.step(model, batch, objective.denominators(batch))
+    assert float(result.loss) == pytest.approx(0.0, abs=1e-5)
+    assert result.metrics["full_acc"].mean == 1.0
+    assert result.metrics["accept_rate"].mean == pytest.approx(1.0, abs=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------- the export
+
+
+def test_the_mask_has_an_embedding_of_its_own_that_vllm_reads(verifier: Path, tmp_path: Path) -> None:
+    model, objective = made(verifier)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert "mask_embedding" in trained and not trained & {"embed_tokens.weight", "lm_head.weight"}
+    directory = write_draft(tmp_path / "draft", export(objective.config, model, "org/v"), ModelCard(title="t"))
+    assert (directory / "mask_embedding.pt").is_file()
+    assert model.mask_embedding is not None
+    assert torch.equal(read_draft(directory).tensors["mask_embedding"], model.mask_embedding.detach().bfloat16())
+    plain, objective = made(verifier, train_mask_embedding=False)
+    directory = write_draft(tmp_path / "draft", export(objective.config, plain, "org/v"), ModelCard(title="t"))
+    assert not (directory / "mask_embedding.pt").exists()
+
+
+def test_the_verifiers_own_tables_are_left_to_the_verifier(verifier: Path) -> None:
+    reduced, objective = made(verifier)
+    whole, _ = made(verifier, reduced=False)
+    assert {"lm_head.weight", "d2t", "t2d"} <= export(objective.config, reduced, "v").tensors.keys()
+    names = export(objective.config, whole, "v").tensors.keys()
+    assert not any(name.startswith(("lm_head", "embed_tokens", "teacher", "d2t", "t2d")) for name in names)
+
+
+def test_what_vllm_would_serve_otherwise_is_refused(verifier: Path) -> None:
+    model, objective = made(verifier, **SHAPES[2])
+    draft = export(objective.config, model, "v")
+    for change, complaint in (
+        ({"sliding_window_non_causal": False}, "causally"),
+        ({"sample_from_anchor": True}, "masks alone"),
+        ({"mask_token_id": VOCAB}, "outside the vocabulary"),
+    ):
+        with pytest.raises(FormatError, match=complaint):
+            check_servable(ExportedDraft({**draft.config, **change}, draft.tensors))
+
+
+# ------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("knobs", "complaint"),
+    [
+        ({"full_attention_indices": (0,)}, "sliding_window_non_causal to true"),
+        ({"full_attention_indices": (5,)}, "has 5 layers"),
+        ({"sliding_window": None}, "sliding_window_non_causal to true"),
+        ({"sample_from_anchor": True}, "set it to false"),
+        ({"loss": "kl_div"}, "dpace needs loss ce"),
+        ({"loss": "kl_dif"}, "kl_div"),
+        ({"aux_layers": ()}, "leave it out"),
+        ({"markov_rank": 8}, "markov_rank"),
+    ],
+)
+def test_wrong_knobs_are_refused(knobs: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        DFlashConfig(**knobs)
+
+
+def test_what_does_not_suit_the_recipe_is_refused_before_capture(verifier: Path) -> None:
+    plan = DraftPlan(verifier, VOCAB, None, row_tokens=16, allow_unservable=False)
+    check(DFlashConfig(block_size=8, mask_token_id=VOCAB - 1), plan)
+    with pytest.raises(ConfigError, match="block_size is 16"):
+        check(DFlashConfig(block_size=16), plan)
+    with pytest.raises(ConfigError, match="mask_token_id"):
+        check(DFlashConfig(block_size=8, mask_token_id=VOCAB), plan)
