@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from flows import cli_bench, cli_data, cli_registry
+from flows import cli_bench, cli_data, cli_plan, cli_registry
 from flows.cli_support import (
     NO_OVERRIDES,
     JsonOption,
@@ -36,6 +36,7 @@ app = typer.Typer(
 )
 app.add_typer(cli_data.app, name="data")
 app.add_typer(cli_bench.app, name="bench")
+cli_plan.add_to(app)
 cli_registry.add_to(app)
 
 
@@ -142,20 +143,6 @@ def status(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json:
         print(found.model_dump_json(indent=2))
         return
     show_table(loaded.name, [(line.name, line.text) for line in found.lines])
-
-
-@app.command()
-def fingerprint(
-    directory: Annotated[Path, typer.Argument(help="a verifier's directory")], as_json: JsonOption = False
-) -> None:
-    """Digest of all that makes a draft stale, with one digest for each part."""
-    from speculators_core.verifier.fingerprint import fingerprint as compute
-
-    found = compute(directory, home=prepare_environment().home)
-    if as_json:
-        print(found.model_dump_json(indent=2))
-        return
-    show_table(str(directory), [("fingerprint", found.digest), *found.parts.items()])
 
 
 @app.command()

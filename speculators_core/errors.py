@@ -13,6 +13,7 @@
     ├── TrainingError      non-finite loss, torn checkpoint, ranks that disagree
     ├── EvaluationError    acceptance could not be measured
     ├── RegistryError      MLflow refused, or is away
+    ├── PlanError          the world has moved since a plan was made
     └── Interrupted        a signal asked for a stop; progress is saved
 
 Each message says what is wrong, where, and how to mend it.
@@ -88,6 +89,10 @@ class EvaluationError(DraftsmithError):
 
 class RegistryError(DraftsmithError):
     """MLflow refused a request, or is away."""
+
+
+class PlanError(DraftsmithError):
+    """A plan cannot be applied: the world has moved since it was made."""
 
 
 class Interrupted(DraftsmithError):

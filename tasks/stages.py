@@ -6,18 +6,20 @@ JSON references.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from speculators_core import stages
 from speculators_core.config import Recipe
-from speculators_core.run import StageResult
+from speculators_core.run import StageResult, WarmStart
 from speculators_core.types import ArtifactRef
 from tasks.observe import observed
 from tasks.policies import stage_task
 
 
 @stage_task("preflight", retries=1)
-def preflight(recipe: Recipe) -> StageResult:
+def preflight(recipe: Recipe, warm_start: WarmStart | None = None) -> StageResult:
     """An untrained draft of this shape is loaded by the real runtime, before anything expensive."""
-    return observed(recipe, "preflight", stages.preflight)
+    return observed(recipe, "preflight", lambda run: stages.preflight(replace(run, warm_start=warm_start)))
 
 
 @stage_task("prepare", retries=0)
@@ -33,9 +35,14 @@ def capture(recipe: Recipe, dataset: ArtifactRef) -> StageResult:
 
 
 @stage_task("train", retries=1)
-def train(recipe: Recipe, states: ArtifactRef) -> StageResult:
+def train(recipe: Recipe, states: ArtifactRef, warm_start: WarmStart | None = None) -> StageResult:
     """A draft trained on the states; its metrics reach MLflow while it trains."""
-    return observed(recipe, "train", lambda run: stages.train(run, states), follow="metrics.jsonl")
+    return observed(
+        recipe,
+        "train",
+        lambda run: stages.train(replace(run, warm_start=warm_start), states),
+        follow="metrics.jsonl",
+    )
 
 
 @stage_task("export", retries=0)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from speculators_core.engine.runtime import RuntimeInfo
-from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG
+from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, RUNTIME_TAG, Cell, cells
 from speculators_core.types import StrictModel
 from speculators_core.verifier.fingerprint import PARTS, Fingerprint
 
@@ -91,7 +91,7 @@ class Proven(StrictModel):
     runtime_key: str | None
     vllm: str | None
     runtime: RuntimeInfo | None = None
-    gate: str | None = Field(None, description="what the gate said of it")
+    cells: tuple[Cell, ...] = Field((), description="every pair of verifier and runtime that it was measured on")
 
     @classmethod
     def of_tags(cls, version: str, tags: Mapping[str, str]) -> Proven:
@@ -112,7 +112,7 @@ class Proven(StrictModel):
             runtime_key=tags.get(RUNTIME_TAG),
             vllm=tags.get(VLLM_TAG),
             runtime=runtime,
-            gate=tags.get(GATE_TAG),
+            cells=cells(tags),
         )
 
 
@@ -141,12 +141,17 @@ def decide_action(proven: Proven | None, now: World, table: OnChange) -> Decisio
     parts = changed_parts(proven, now)
     changes = changes_of(proven, now, parts)
     actions: list[Action] = [getattr(table, change) for change in changes]
-    return Decision(
-        changes=changes,
-        parts=parts,
-        action=max(actions, key=ACTIONS.index, default="nothing"),
-        reasons=tuple(_sentence(change, proven, now) for change in changes),
-    )
+    action = max(actions, key=ACTIONS.index, default="nothing")
+    reasons = [_sentence(change, proven, now) for change in changes]
+    here = (now.verifier.digest, now.runtime_key)
+    state = next((cell.state for cell in proven.cells if cell.pair.key == here), "untested")
+    if changes and state == "proven":
+        action = "nothing"
+        reasons.append("the gate has passed the champion on this verifier and runtime since")
+    elif action == "re-evaluate" and state == "failed":
+        action = "retrain"
+        reasons.append("the gate has failed the champion on this verifier and runtime")
+    return Decision(changes=changes, parts=parts, action=action, reasons=tuple(reasons))
 
 
 def changed_parts(proven: Proven, now: World) -> tuple[str, ...]:

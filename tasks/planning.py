@@ -1,0 +1,253 @@
+"""Plans from a recipe, the store and the registry; and why a draft is stale. Imports neither Prefect nor MLflow.
+
+Nothing is made: the stages only look for what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from speculators_core.config import Recipe, validate
+from speculators_core.data.prepare import digest_sources
+from speculators_core.engine.runtime import Runtime, probe_runtime
+from speculators_core.errors import ConfigError, PlanError, RegistryError
+from speculators_core.lifecycle.changes import Action, Decision, OnChange, Proven, World, decide_action
+from speculators_core.lifecycle.matrix import FINGERPRINT_TAG
+from speculators_core.lifecycle.plan import Facts, Plan, moved
+from speculators_core.lifecycle.promotion import CHAMPION
+from speculators_core.run import Run, WarmStart
+from speculators_core.types import StrictModel
+from speculators_core.verifier.difference import PartChange, difference
+from speculators_core.verifier.fingerprint import Description, describe_location, recall
+from tasks.adapters.registry_view import ModelView, look
+from tasks.adapters.settings import settings
+from tasks.planner import Champion, Planner
+
+log = logging.getLogger(__name__)
+
+DRAFT_TAG, ALGORITHM_TAG = "draft.digest", "algorithm"
+VERIFIER_TAG, REVISION_TAG, TEMPLATE_KWARGS_TAG = "verifier.uri", "verifier.revision", "verifier.template_kwargs"
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A recipe against what is there now: the verifier, the runtime, and what serves."""
+
+    run: Run
+    view: ModelView
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Situation:
+        """Read the registry; all else is read when it is asked for."""
+        run = Run(recipe, settings().home, only_look=True, check=False)
+        return cls(run, look(settings(), recipe.deployment))
+
+    @cached_property
+    def world(self) -> World:
+        """What a draft would be made for and measured on now."""
+        run = self.run
+        return World(
+            verifier=run.fingerprint, shape=run.description.shape, runtime_key=run.runtime.key, runtime=run.runtime
+        )
+
+    @cached_property
+    def proven(self) -> Proven | None:
+        """What the champion was proven on; None where nothing serves."""
+        version = self.view.version_of(CHAMPION)
+        return None if version is None else proven_version(self.view, version, self.before)
+
+    @cached_property
+    def before(self) -> Description | None:
+        """The champion's verifier as it was, where this state root has seen it."""
+        version = self.view.version_of(CHAMPION)
+        digest = self.view.tags[version].get(FINGERPRINT_TAG) if version else None
+        return recall(digest, self.run.home) if digest else None
+
+    @cached_property
+    def decision(self) -> Decision:
+        """What changed, and the action that follows by the recipe's table."""
+        return decide_action(self.proven, self.world, self.run.recipe.lifecycle.on_change)
+
+    @property
+    def details(self) -> tuple[PartChange, ...]:
+        """What changed in the verifier, line by line; empty where its earlier state was never seen here."""
+        if self.before is None or not self.decision.parts:
+            return ()
+        return difference(self.before, self.run.description)
+
+    @cached_property
+    def facts(self) -> Facts:
+        """What a plan is good for."""
+        run = self.run
+        return Facts(
+            verifier=run.fingerprint.digest,
+            parts=run.fingerprint.parts,
+            runtime=run.runtime.key,
+            vllm=run.runtime.vllm,
+            sources=digest_sources(run.recipe.data.sources, home=run.home),
+            champion=self.view.version_of(CHAMPION),
+        )
+
+    def warm_start(self, action: Action) -> WarmStart | None:
+        """The champion's weights, where the action starts from them and they are of the recipe's algorithm."""
+        if self.proven is None or action in ("nothing", "retrain-afresh"):
+            return None
+        tags = self.view.tags[self.proven.version]
+        if tags.get(ALGORITHM_TAG) != self.run.recipe.algorithm["kind"] or DRAFT_TAG not in tags:
+            return None
+        return WarmStart(digest=tags[DRAFT_TAG], path=None, head=action != "retrain-new-head")
+
+
+def proven_version(view: ModelView, version: str, before: Description | None) -> Proven:
+    """What a version was proven on, from its tags and, where those are old, from what this state root remembers."""
+    found = Proven.of_tags(version, view.tags[version])
+    if before is None:
+        return found
+    parts = {**before.fingerprint.parts, **found.parts}
+    return found.model_copy(update={"parts": parts, "shape": found.shape or before.shape})
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """What the recipe asks for now, stage by stage.
+
+    Raises:
+        VerifierError, EngineError, DataError, RegistryError: verifier, runtime, sources or registry cannot be read.
+    """
+    situation = Situation.of(recipe)
+    decision = situation.decision
+    warm = situation.warm_start(decision.action)
+    planned = planner_of(situation, warm).stages(decision.action)
+    notes = []
+    if decision.action == "nothing" and situation.proven is not None:
+        others = [stage.name for stage in planner_of(situation, None).loop() if stage.state != "cached"]
+        if others:
+            notes.append(
+                f"this recipe and its data would make another draft than the champion ({', '.join(others)} would run); "
+                "`draftsmith retrain` makes it"
+            )
+    if warm is None and decision.action in ("re-evaluate", "retrain", "retrain-new-head"):
+        notes.append("training would start from random weights: the champion is of another algorithm")
+    return Plan(
+        recipe=recipe.model_dump(mode="json"),
+        deployment=recipe.deployment,
+        facts=situation.facts,
+        action=decision.action,
+        changes=decision.changes,
+        reasons=decision.reasons,
+        details=situation.details,
+        warm_start=situation.proven.version if warm and situation.proven else None,
+        stages=planned,
+        notes=tuple(notes),
+    )
+
+
+def read_plan(path: Path) -> tuple[Plan, Recipe]:
+    """A written plan and its recipe. ConfigError where it is none."""
+    try:
+        plan = Plan.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"no plan can be read at {path}: {error}") from error
+    except ValidationError as error:
+        raise ConfigError(
+            f"{path} is not a plan of this version: {error.errors()[0]['msg']}",
+            mend="write one with `draftsmith plan RECIPE --out FILE`",
+        ) from error
+    return plan, validate(Recipe, plan.recipe, where=str(path))
+
+
+def require_same_world(plan: Plan, recipe: Recipe) -> Situation:
+    """Refuse a plan whose world is another by now.
+
+    Raises:
+        PlanError: names what moved.
+    """
+    situation = Situation.of(recipe)
+    if changes := moved(plan.facts, situation.facts):
+        raise PlanError(
+            f"the world has moved since the plan was made: {'; '.join(changes)}",
+            mend="make a new plan with `draftsmith plan`, look at it, and apply that",
+        )
+    return situation
+
+
+def explain_model(model: str, runtime: Runtime) -> Staleness:
+    """Say whether a registered model's champion is stale: its verifier where its tags have it, on this runtime.
+
+    Raises:
+        RegistryError: no such model, or nothing of it serves, or its tags do not name a verifier.
+        VerifierError, EngineError: verifier or runtime cannot be read.
+    """
+    view, home = look(settings(), model), settings().home
+    version = view.version_of(CHAMPION)
+    if version is None:
+        known = f"it has versions {', '.join(view.tags)}" if view.tags else "there is no such model"
+        raise RegistryError(f"nothing of {model} serves: {known}", mend="name a recipe, or promote a version first")
+    tags = view.tags[version]
+    if VERIFIER_TAG not in tags:
+        raise RegistryError(f"{model} version {version} does not say where its verifier lies", mend="name a recipe")
+    before = recall(tags.get(FINGERPRINT_TAG, ""), home)
+    kwargs = json.loads(tags.get(TEMPLATE_KWARGS_TAG) or "{}")
+    after = describe_location(tags[VERIFIER_TAG], revision=tags.get(REVISION_TAG), home=home, template_kwargs=kwargs)
+    info = probe_runtime(runtime, home=home)
+    world = World(verifier=after.fingerprint, shape=after.shape, runtime_key=info.key, runtime=info)
+    decision = decide_action(proven_version(view, version, before), world, OnChange())
+    details = difference(before, after) if before is not None and decision.parts else ()
+    return staleness(model, version, decision, details)
+
+
+def staleness(model: str, version: str | None, decision: Decision, details: tuple[PartChange, ...]) -> Staleness:
+    """What a decision says of a champion."""
+    return Staleness(
+        deployment=model,
+        version=version,
+        stale=version is not None and decision.action != "nothing",
+        action=decision.action,
+        reasons=decision.reasons,
+        details=details,
+    )
+
+
+def planner_of(situation: Situation, warm: WarmStart | None) -> Planner:
+    """A planner of what happens in a situation, starting from these weights."""
+    version = situation.view.version_of(CHAMPION)
+    tags = situation.view.tags.get(version or "", {})
+    champion = None if version is None else Champion(version=version, draft=tags.get(DRAFT_TAG))
+    return Planner(replace(situation.run, warm_start=warm), champion)
+
+
+class Staleness(StrictModel):
+    """Why a champion is stale, or that it is not."""
+
+    deployment: str
+    version: str | None = Field(description="the champion; None where nothing serves")
+    stale: bool
+    action: Action
+    reasons: tuple[str, ...]
+    details: tuple[PartChange, ...]
+
+    def lines(self, *, each: int = 3) -> Iterator[str]:
+        """A few lines for people; at most `each` of what changed in a part."""
+        name = f"{self.deployment} version {self.version}" if self.version else self.deployment
+        if self.version is None:
+            yield f"{name}: nothing serves yet"
+        elif not self.stale:
+            yield f"{name} is in step with its verifier and runtime"
+        else:
+            yield f"{name} is stale:"
+        yield from (f"  {reason}" for reason in self.reasons if self.version is not None)
+        for change in self.details:
+            shown, left = change.lines[:each], len(change.lines) - each
+            yield f"    {change.part}: {'; '.join(shown)}{f' … {left} more' if left > 0 else ''}"
+
+
+def explain(recipe: Recipe) -> Staleness:
+    """Say whether the recipe's champion is stale, and why."""
+    situation = Situation.of(recipe)
+    return staleness(recipe.deployment, situation.view.version_of(CHAMPION), situation.decision, situation.details)
