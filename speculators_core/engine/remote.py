@@ -82,7 +82,9 @@ class CaptureTerms(StrictModel):
     states_dtype: str = Field(description="dtype that the verifier runs in")
     codec: str = Field(description="how states are encoded on the way")
     verifier_fingerprint: str = Field(description="digest of the verifier")
-    context: int = Field(description="tokens of the longest row, and one that is generated")
+    context: int | None = Field(
+        None, description="tokens of the longest row, and one that is generated; null: rows are not known yet"
+    )
 
     def differences(self, announced: Announcement) -> tuple[str, ...]:
         """Names of the terms that the server does not meet."""
@@ -91,7 +93,7 @@ class CaptureTerms(StrictModel):
             for name in ("layer_ids", "states_dtype", "codec", "verifier_fingerprint")
             if getattr(self, name) != getattr(announced, name)
         ]
-        if announced.max_model_len is not None and announced.max_model_len < self.context:
+        if (announced.max_model_len or 0) < (self.context or 0) and announced.max_model_len is not None:
             names.append("context")
         return tuple(names)
 
@@ -100,7 +102,7 @@ class CaptureTerms(StrictModel):
         theirs = announced.model_dump() | {"context": announced.max_model_len}
         different = self.differences(announced)
         lines = [("", "", "wanted", "the server")]
-        for name, value in self.model_dump().items():
+        for name, value in self.model_dump(exclude_none=True).items():
             mine = f"at least {value}" if name == "context" else _text(value)
             lines.append(("≠" if name in different else "", name, mine, _text(theirs[name])))
         widths = [max(len(line[column]) for line in lines) for column in range(4)]

@@ -93,7 +93,7 @@ def _start(
         port = _free_port()
         log = home / "logs" / f"{_NAME}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}.log"
         process = supervise(
-            [str(Path(runtime.python).expanduser().absolute()), *build_arguments(spec, port, info)],
+            [str(Path(runtime.python).expanduser().absolute()), *build_arguments(spec, port)],
             name=_NAME,
             home=home,
             log=log,

@@ -192,7 +192,7 @@ def capture_rows(
             trust_remote_code=trust_remote_code,
         )
         if runtime.url is not None:
-            shake_hands(runtime, terms_of(collector, config), server_command(spec, runtime.url, info))
+            shake_hands(runtime, terms_of(collector, config), server_command(spec, runtime.url))
     with ThreadPoolExecutor(1, thread_name_prefix="parity") as pool:
         # The reference forward runs while the engine starts, which mostly waits for imports.
         gate = ParityGate(rows, collector, config, verifier_dir, facts, trust_remote_code)

@@ -10,7 +10,7 @@ from hs_connectors.contract import Reader
 from hs_connectors.errors import ConnectorError
 from speculators_core.engine.config import ServerSpec, build_arguments
 from speculators_core.engine.remote import Announcement, CaptureTerms, greet
-from speculators_core.engine.runtime import Runtime, RuntimeInfo
+from speculators_core.engine.runtime import Runtime
 from speculators_core.engine.server import Engine
 from speculators_core.errors import CaptureError, ConfigError
 from speculators_core.states.collect import Collector
@@ -58,13 +58,13 @@ def at_store(config: CaptureConfig, runtime: Runtime | None) -> CaptureConfig:
     return config.model_copy(update={"backend": store.backend, "backend_config": dict(store.config)})
 
 
-def server_command(spec: ServerSpec, url: str | None, info: RuntimeInfo) -> list[str]:
+def server_command(spec: ServerSpec, url: str | None) -> list[str]:
     """The command by which somebody else starts such a server, to be reached at `url`."""
     address = urlsplit(url or "http://127.0.0.1:8000")
     host = () if address.hostname in _LOOPBACK else ("--host", "0.0.0.0")
     extra = ("--shutdown-timeout", str(_DRAIN_S), *host) if spec.kv_transfer is not None else host
     spec = spec.model_copy(update={"extra_args": (*spec.extra_args, *extra)})
-    return ["python", *build_arguments(spec, address.port or 80, info)]
+    return ["python", *build_arguments(spec, address.port or 80)]
 
 
 def check_announcement(reader: Reader, terms: CaptureTerms, engine: Engine) -> None:

@@ -21,7 +21,7 @@ def value(arguments: list[str], flag: str) -> str:
 
 
 def test_the_server_listens_on_loopback_only_and_where_it_is_told() -> None:
-    arguments = build_arguments(ServerSpec(model="m"), 8123, CPU)
+    arguments = build_arguments(ServerSpec(model="m"), 8123)
     assert value(arguments, "--host") == "127.0.0.1"
     assert value(arguments, "--port") == "8123"
     assert value(arguments, "--model") == "m"
@@ -47,7 +47,6 @@ def test_every_setting_reaches_the_command_line() -> None:
             extra_args=("--no-enable-prefix-caching",),
         ),
         1,
-        CPU,
     )
     assert value(arguments, "--dtype") == "float32"
     assert value(arguments, "--max-model-len") == "512"
@@ -63,7 +62,7 @@ def test_every_setting_reaches_the_command_line() -> None:
 
 
 def test_what_is_not_set_is_left_to_vllm() -> None:
-    arguments = build_arguments(ServerSpec(model="m", enforce_eager=False, per_request_metrics=True), 1, CPU)
+    arguments = build_arguments(ServerSpec(model="m", enforce_eager=False, per_request_metrics=True), 1)
     absent = ("--max-model-len", "--max-num-batched-tokens", "--speculative-config", "--enforce-eager")
     assert not {*absent, "--trust-remote-code", "--per-request-spec-decode-metrics"} & set(arguments)
 

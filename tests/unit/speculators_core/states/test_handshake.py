@@ -8,12 +8,11 @@ import pytest
 from hs_connectors.contract import CaptureSettings, kv_transfer_config, speculative_config
 from speculators_core.engine.config import ServerSpec
 from speculators_core.engine.remote import RecordStore
-from speculators_core.engine.runtime import Runtime, RuntimeInfo
+from speculators_core.engine.runtime import Runtime
 from speculators_core.errors import ConfigError
 from speculators_core.states.config import CaptureConfig
 from speculators_core.states.handshake import at_store, server_command
 
-INFO = RuntimeInfo(vllm="1", build="b", device="cpu", model_runner="v1", torch="t", transformers="f")
 STORE = RecordStore(config={"root": "/shared/records"})
 SETTINGS = CaptureSettings("file", {"root": "/shared/records"}, (1, 4), "f" * 64)
 SPEC = ServerSpec(model="/v", kv_transfer=kv_transfer_config(SETTINGS), speculative=speculative_config(SETTINGS))
@@ -43,11 +42,11 @@ def test_two_places_for_records_are_refused() -> None:
 def test_the_command_carries_both_configurations_and_listens_where_it_is_reached(
     url: str | None, port: str, everywhere: bool
 ) -> None:
-    command = server_command(SPEC, url, INFO)
+    command = server_command(SPEC, url)
     after = dict(pairwise(command))
     assert command[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
     assert after["--port"] == port and ("0.0.0.0" in command) == everywhere
     assert json.loads(after["--kv-transfer-config"]) == SPEC.kv_transfer
     assert json.loads(after["--speculative-config"]) == SPEC.speculative
     assert after["--shutdown-timeout"] == "30"
-    assert "--shutdown-timeout" not in server_command(ServerSpec(model="/v"), url, INFO)
+    assert "--shutdown-timeout" not in server_command(ServerSpec(model="/v"), url)
