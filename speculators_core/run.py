@@ -123,6 +123,12 @@ class Run:
         return probe_runtime(self.recipe.runtime, home=self.home)
 
     @cached_property
+    def capture_runtime(self) -> RuntimeInfo:
+        """The same of the vLLM that captures."""
+        other = self.recipe.capture.runtime
+        return self.runtime if other is None else probe_runtime(other, home=self.home)
+
+    @cached_property
     def num_layers(self) -> int:
         """Decoder layers; where config.json writes them, nothing else is read."""
         written = self.description.shape.get("num_hidden_layers")

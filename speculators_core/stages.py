@@ -33,11 +33,18 @@ VERSIONS |= {"measurement": 1, "speed": 1, "evaluation": 1}
 
 
 def preflight(run: Run) -> StageResult:
-    """Serve an untrained draft of this shape for a few tokens: what cannot be served fails in the first minute."""
+    """Serve an untrained draft of this shape for a few tokens: what cannot be served fails in the first minute.
+
+    A server that somebody else runs is asked instead whether it fits, and that every time.
+    """
     if run.check:
         from speculators_core.preflight import check_inputs
 
         check_inputs(run.recipe, run.facts, run.verifier, run.layer_ids)
+    if not run.only_look:
+        from speculators_core.remote import greet_servers
+
+        greet_servers(run)
     inputs = {"verifier config": run.fingerprint.parts["config"], "runtime": run.runtime.key}
     settings = {"draft": run.draft_shape}
     key = input_digest("preflight", VERSIONS["preflight"], {**inputs, **settings})
@@ -45,6 +52,8 @@ def preflight(run: Run) -> StageResult:
     def build(workspace: Path) -> dict[str, Any]:
         from speculators_core.preflight import serve_untrained
 
+        if run.recipe.runtime.url is not None:
+            return {"drafts": 0, "vllm": run.runtime.vllm}
         return serve_untrained(run.recipe, run.home, workspace)
 
     return produce(run, "preflight", "preflight", key, inputs, build, settings=settings)
@@ -75,12 +84,12 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
     inputs = {
         "dataset": dataset.digest,
         "verifier": run.fingerprint.digest,
-        "capture": capture_key(run.fingerprint, run.runtime.key, run.layer_ids, config.dtype),
+        "capture": capture_key(run.fingerprint, run.capture_runtime.key, run.layer_ids, config.dtype),
     }
     key = input_digest("capture", VERSIONS["states"], {**inputs, "source": config.source})
     # what the capture key is made of, by name
     settings: dict[str, Json] = {"source": config.source, "dtype": config.dtype, "layers": list(run.layer_ids)}
-    settings["runtime"] = run.runtime.key
+    settings["runtime"] = run.capture_runtime.key
 
     def build(workspace: Path) -> dict[str, Any]:
         from speculators_core.states.capture import capture_rows
@@ -88,7 +97,7 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
         rows = RowSet.open(run.store.path(dataset))
         report = capture_rows(
             rows,
-            run.recipe.runtime,
+            config.runtime or run.recipe.runtime,
             run.layer_ids,
             run.fingerprint.digest,
             config,
@@ -161,7 +170,7 @@ def baseline(run: Run, dataset: ArtifactRef) -> StageResult:
 
 def measure(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> StageResult:
     """A draft on the held-back prompts: what the engine counted. `digest` names the draft's bytes."""
-    alone = baseline(run, dataset)
+    alone = baseline(run, dataset) if has_baseline(run) else None
     inputs = {**measured_with(run, dataset), "draft": digest}
     settings = {"config": run.recipe.evaluation.run_inputs(speculation=True)}
     key = input_digest("measure", VERSIONS["measurement"], {**inputs, **settings})
@@ -169,7 +178,7 @@ def measure(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> Sta
     def build(workspace: Path) -> dict[str, Any]:
         from speculators_core.evaluation.measure import measure_draft
 
-        known = run.store.path(alone.ref)
+        known = None if alone is None else run.store.path(alone.ref)
         found = measure_draft(draft_dir, conditions(run, dataset), workspace, baseline=known)
         return {"k": found.k, "al": 1 + found.accepted / found.drafts, "prompts": found.count, "tokens": found.tokens}
 
@@ -193,8 +202,10 @@ def time_arms(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> S
 
 def evaluate(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> StageResult:
     """Acceptance, losslessness and speed of a draft, as a report with plots."""
-    parts = {"baseline": baseline(run, dataset), "measurement": measure(run, draft_dir, digest, dataset)}
-    if run.recipe.gate.speed == "require":
+    parts = {"measurement": measure(run, draft_dir, digest, dataset)}
+    if has_baseline(run):
+        parts["baseline"] = baseline(run, dataset)
+    if has_baseline(run) and run.recipe.gate.speed == "require":
         parts["speed"] = time_arms(run, draft_dir, digest, dataset)
     inputs = {name: part.ref.digest for name, part in parts.items()}
     settings = {"config": run.recipe.evaluation.model_dump(mode="json")}
@@ -205,7 +216,7 @@ def evaluate(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> St
 
         paths = {name: run.store.path(part.ref) for name, part in parts.items()}
         report = compare(
-            paths["baseline"], paths["measurement"], run.recipe.evaluation, workspace, speed=paths.get("speed")
+            paths.get("baseline"), paths["measurement"], run.recipe.evaluation, workspace, speed=paths.get("speed")
         )
         return report.model_dump(mode="json", include={"identity", "acceptance", "lossless", "speed", "alternating"})
 
@@ -253,6 +264,11 @@ def read_evaluation(run: Run, evaluation: ArtifactRef) -> EvaluationReport:
 def measured_with(run: Run, dataset: ArtifactRef) -> dict[str, str]:
     """Inputs of every measurement: prompts, verifier and runtime."""
     return {"dataset": dataset.digest, "verifier": run.fingerprint.digest, "runtime": run.runtime.key}
+
+
+def has_baseline(run: Run) -> bool:
+    """Whether the verifier can be served alone: a server that somebody else runs serves the draft, and only that."""
+    return run.recipe.runtime.url is None
 
 
 def conditions(run: Run, dataset: ArtifactRef) -> Conditions:

@@ -123,6 +123,11 @@ def measure_draft(
             divergences = find_divergences(
                 client, _token_ids(chosen), run.by_id(), expected, concurrency=config.concurrency
             )
+    if len(counted.accepted_per_position) not in (0, k):
+        raise EvaluationError(
+            f"the server drafts {len(counted.accepted_per_position)} tokens a step, and evaluation.k is {k}",
+            mend="set evaluation.k to the server's, or start it with what `draftsmith runtime flags --draft` prints",
+        )
     per_prompt = _count_prompts(chosen, run, k, divergences, config)
     _require_same_counts(counted, per_prompt)
     measurement = Measurement(
@@ -193,7 +198,8 @@ def _prompt_counts(
     except (KeyError, TypeError, ValueError) as error:
         raise EvaluationError(
             f"the engine did not say what was accepted in its reply to {prompt.id}",
-            mend="use a vLLM that has --per-request-spec-decode-metrics (0.32 does)",
+            mend="use a vLLM that has --per-request-spec-decode-metrics (0.32 does); a server of somebody else must be "
+            "started with it",
         ) from error
     return PromptCounts(
         id=prompt.id,

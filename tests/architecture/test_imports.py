@@ -24,7 +24,7 @@ CORE_LAYERS = (
     {"lifecycle"},
     {"serving"},
     {"config", "bench", "summary"},
-    {"preflight", "run"},
+    {"preflight", "remote", "run"},
     {"stages"},
 )
 TOP_LAYERS = ("speculators_core", "tasks", "flows", "deployments")
