@@ -52,10 +52,7 @@ class Situation:
     @cached_property
     def world(self) -> World:
         """What a draft would be made for and measured on now."""
-        run = self.run
-        return World(
-            verifier=run.fingerprint, shape=run.description.shape, runtime_key=run.runtime.key, runtime=run.runtime
-        )
+        return world_of(self.run)
 
     @cached_property
     def proven(self) -> Proven | None:
@@ -103,6 +100,13 @@ class Situation:
         if tags.get(ALGORITHM_TAG) != self.run.recipe.algorithm["kind"] or DRAFT_TAG not in tags:
             return None
         return WarmStart(digest=tags[DRAFT_TAG], path=None, head=action != "retrain-new-head")
+
+
+def world_of(run: Run) -> World:
+    """Verifier and runtime of a run, as a registered version keeps them (`changes.tags_of`)."""
+    return World(
+        verifier=run.fingerprint, shape=run.description.shape, runtime_key=run.runtime.key, runtime=run.runtime
+    )
 
 
 def proven_version(view: ModelView, version: str, before: Description | None) -> Proven:

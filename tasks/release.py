@@ -16,6 +16,7 @@ from speculators_core import stages
 from speculators_core.config import Recipe
 from speculators_core.data.rows import RowSet
 from speculators_core.evaluation.report import EvaluationReport
+from speculators_core.lifecycle.changes import tags_of
 from speculators_core.lifecycle.gate import GateDecision, decide
 from speculators_core.lifecycle.matrix import GATE_TAG, Cell, Pair, cell_of
 from speculators_core.lifecycle.promotion import CHALLENGER, settle
@@ -41,6 +42,7 @@ from tasks.adapters.aliases import MlflowAliases
 from tasks.adapters.registry import DraftRegistry, VersionFacts, draft_is_kept
 from tasks.adapters.settings import settings
 from tasks.observe import flow_run_id, parent_run, tracking
+from tasks.planning import world_of
 from tasks.policies import stage_task
 from tasks.versions import (
     INCUMBENT_TAG,
@@ -139,7 +141,7 @@ def version_facts(run: Run, draft: ArtifactRef, evaluation: ArtifactRef, parent:
         extra={
             "recipe.digest": recipe.digest(),
             EVALUATION_TAG: evaluation.digest,
-            "verifier.parts": json.dumps(run.fingerprint.parts),
+            **tags_of(world_of(run)),
             TEMPLATE_TAG: json.dumps(recipe.data.template_kwargs),
         },
     )
