@@ -50,8 +50,11 @@ def run_stages(
     settings = prepare_environment()
     from speculators_core.run import Run
     from speculators_core.stages import run_until
+    from tasks.warm_start import recipe_start
 
-    run = Run(load(recipe, overrides), settings.home, progress=None if as_json else ProgressLine())
+    loaded = load(recipe, overrides)
+    progress = None if as_json else ProgressLine()
+    run = Run(loaded, settings.home, warm_start=recipe_start(loaded), progress=progress)
     results: list[StageResult] = []
     for result in run_until(run, last):
         results.append(result)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +120,7 @@ def _assemble(request: TrainRequest, world: World) -> tuple[Trainer, int, float]
     vocabulary = _draft_vocabulary(request, states, world)
     model = algorithm.build(settings, Path(request.verifier), vocabulary, config.seed)
     if request.warm_start is not None:
-        start_from(model, Path(request.warm_start), head=request.warm_head)
+        start_from(model, Path(request.warm_start), head=request.warm_head, names=partial(algorithm.names, settings))
     objective = algorithm.objective(settings)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     rows = PackedRows(states, objective, "train", config.row_tokens, dtype=dtype)
@@ -180,7 +181,10 @@ def open_states(request: TrainRequest, algorithm: Algorithm, settings: StrictMod
 
 
 def _draft_vocabulary(request: TrainRequest, states: States, world: World) -> DraftVocabulary | None:
-    """The most frequent supervised tokens of the training rows; kept in the output for the export."""
+    """The tokens of the draft to start from, or the most frequent supervised ones of the training rows.
+
+    Kept in the output for the export.
+    """
     from speculators_core.data.vocabulary import select_draft_vocabulary
     from speculators_core.verifier.facts import read_facts
 
@@ -188,13 +192,33 @@ def _draft_vocabulary(request: TrainRequest, states: States, world: World) -> Dr
     verifier_size = read_facts(Path(request.verifier)).vocab_size
     if size is None or size == verifier_size:
         return None
-    vocabulary = select_draft_vocabulary(supervised_counts(states, verifier_size), size, verifier_size)
+    counts = supervised_counts(states, verifier_size)
+    vocabulary = select_draft_vocabulary(counts, size, verifier_size)
+    if request.warm_start is not None and request.warm_head:
+        known = read_vocabulary(Path(request.warm_start))
+        if known is not None and (len(known.d2t), len(known.t2d)) == (size, verifier_size):
+            kept, best = known.coverage(counts), vocabulary.coverage(counts)
+            log.info("draft vocabulary of warm_start covers=%.4f of the supervised tokens, best=%.4f", kept, best)
+            vocabulary = known
     if world.is_main:
         import safetensors.torch
 
         tensors = {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
         safetensors.torch.save_file(tensors, Path(request.output) / VOCABULARY)
     return vocabulary
+
+
+def read_vocabulary(draft: Path) -> DraftVocabulary | None:
+    """The draft vocabulary of an exported draft; None where it proposes every token (or is a checkpoint)."""
+    import safetensors
+
+    from speculators_core.data.vocabulary import DraftVocabulary
+    from speculators_core.training.weights import WEIGHTS
+
+    with safetensors.safe_open(draft / WEIGHTS, framework="pt") as file:
+        if not {"d2t", "t2d"} <= set(file.keys()):
+            return None
+        return DraftVocabulary(d2t=file.get_tensor("d2t"), t2d=file.get_tensor("t2d"))
 
 
 def supervised_counts(states: States, verifier_size: int) -> Any:
@@ -285,17 +309,45 @@ def export_untrained(
     card: ModelCard,
 ) -> Path:  # fmt: skip
     """Write a draft of this shape with random weights: what a pre-flight loads before the expensive part begins."""
+    from speculators_core.formats.directory import write_draft
+
+    algorithm, settings = algorithm_of(algorithm_settings)
+    model = _untrained(algorithm, settings, verifier, draft_vocabulary_size)
+    return write_draft(target, algorithm.export(settings, model, publish), card)
+
+
+def try_warm_start(
+    algorithm_settings: dict[str, Any], verifier: Path, draft_vocabulary_size: int | None, start: Path, *, head: bool
+) -> None:
+    """Start an untrained draft of this shape from that one, and forget it: what cannot be done is known at once.
+
+    Raises:
+        ConfigError: it is of another algorithm, or of another shape.
+        FormatError, TrainingError: it is no draft, or torn.
+    """
+    from speculators_core.formats.directory import read_config
+    from speculators_core.training.weights import start_from
+
+    algorithm, settings = algorithm_of(algorithm_settings)
+    kind = read_config(start).get("speculators_model_type")
+    if kind != algorithm.name:
+        raise ConfigError(
+            f"training.warm_start: {start} is a draft of {kind}, but algorithm.kind is {algorithm.name}",
+            mend="name a draft of the same algorithm, or remove training.warm_start",
+        )
+    model = _untrained(algorithm, settings, verifier, draft_vocabulary_size)
+    start_from(model, start, head=head, names=partial(algorithm.names, settings))
+
+
+def _untrained(algorithm: Algorithm, settings: StrictModel, verifier: Path, draft_vocabulary_size: int | None) -> Any:
     import torch
 
     from speculators_core.data.vocabulary import select_draft_vocabulary
-    from speculators_core.formats.directory import write_draft
     from speculators_core.verifier.facts import read_facts
 
-    algorithm, settings = algorithm_of(algorithm_settings)
     verifier_size = read_facts(verifier).vocab_size
     vocabulary = None
     if draft_vocabulary_size is not None and draft_vocabulary_size != verifier_size:
         counts = torch.ones(verifier_size, dtype=torch.int64)
         vocabulary = select_draft_vocabulary(counts, draft_vocabulary_size, verifier_size)
-    model = algorithm.build(settings, verifier, vocabulary, 0)
-    return write_draft(target, algorithm.export(settings, model, publish), card)
+    return algorithm.build(settings, verifier, vocabulary, 0)

@@ -63,7 +63,9 @@ class Recipe(StrictModel):
     name: str = Field(pattern=NAME, description="name of the recipe; results go to <home>/<name>/")
     deployment: str = Field(pattern=NAME, description="what is served: one registered model for each deployment")
     verifier: VerifierConfig
-    runtime: Runtime = Field(default_factory=Runtime, description="the vLLM to capture and to measure with")
+    runtime: Runtime = Field(
+        default=Runtime(python=".venv-vllm/bin/python"), description="the vLLM to capture and to measure with"
+    )
     data: DataConfig
     capture: CaptureConfig = Field(default_factory=CaptureConfig)
     algorithm: dict[str, Any] = Field(description="`kind`, and that algorithm's own knobs")

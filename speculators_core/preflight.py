@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from speculators_core import registry
-from speculators_core.build import export_untrained
+from speculators_core.build import export_untrained, try_warm_start
 from speculators_core.config import Recipe
 from speculators_core.data.prepare import check_replies
 from speculators_core.data.template import ChatTemplate
@@ -54,6 +54,16 @@ def check_inputs(recipe: Recipe, facts: VerifierFacts, verifier: Path, layer_ids
     ChatTemplate.load(verifier, recipe.data.template_kwargs)
     if recipe.verifier.publish_as is None:
         log.warning("the draft will name its verifier by a local path; set verifier.publish_as to make it portable")
+
+
+def check_warm_start(recipe: Recipe, verifier: Path, start: Path, *, head: bool) -> None:
+    """Whether training can begin from this draft.
+
+    Raises:
+        ConfigError: it is of another algorithm or shape.
+        FormatError, TrainingError: it is no draft, or torn.
+    """
+    try_warm_start(recipe.algorithm, verifier, recipe.draft_vocabulary, start, head=head)
 
 
 def serve_untrained(recipe: Recipe, home: Path, workspace: Path) -> dict[str, Any]:

@@ -46,7 +46,12 @@ class WarmStart(StrictModel):
 
     digest: str = Field(description="of the draft's bytes")
     path: str | None = Field(description="its directory; None where a run only looks")
-    head: bool = Field(True, description="whether a trained head is taken too")
+    head: bool = Field(
+        True, description="whether its vocabulary and a trained head are taken too: tokens mean the same"
+    )
+    before: tuple[WarmStart | None, ...] = Field(
+        (), description="what that draft itself began from (null: random weights), where that is known"
+    )
 
 
 class StageResult(StrictModel):
@@ -72,6 +77,7 @@ class NotProduced(DraftsmithError):
 class Run:
     """A recipe with its surroundings: state root, store, and what was read once.
 
+    warm_start: what training begins from; where the store holds what its `before` led to, it has been trained already ·
     only_look: find results, never make them · check: see that the recipe is possible before the first stage, which
     imports much · watch: entered, with the workspace, around a stage's work.
     """

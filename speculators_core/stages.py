@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from speculators_core.data.rows import RowSet
 from speculators_core.provenance import versions
-from speculators_core.run import Run, StageResult, produce
+from speculators_core.run import Run, StageResult, WarmStart, produce
 from speculators_core.store import input_digest
 from speculators_core.types import ArtifactRef, Json
 from speculators_core.verifier.fingerprint import capture_key
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 VERSIONS = {"preflight": 1, "dataset": 1, "states": 1, "training": 1, "draft": 1, "baseline": 1}
 VERSIONS |= {"measurement": 1, "speed": 1, "evaluation": 1}
 
+BEGAN = {"digest", "head"}
+"""What is kept of a draft that training began from."""
+
 
 def preflight(run: Run) -> StageResult:
     """Serve an untrained draft of this shape for a few tokens: what cannot be served fails in the first minute.
@@ -38,9 +41,11 @@ def preflight(run: Run) -> StageResult:
     A server that somebody else runs is asked instead whether it fits, and that every time.
     """
     if run.check:
-        from speculators_core.preflight import check_inputs
+        from speculators_core.preflight import check_inputs, check_warm_start
 
         check_inputs(run.recipe, run.facts, run.verifier, run.layer_ids)
+        if run.warm_start is not None and run.warm_start.path is not None:
+            check_warm_start(run.recipe, run.verifier, Path(run.warm_start.path), head=run.warm_start.head)
     if not run.only_look:
         from speculators_core.remote import greet_servers
 
@@ -114,23 +119,23 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
 
 
 def train(run: Run, states: ArtifactRef) -> StageResult:
-    """This algorithm on these states, in a process of its own."""
-    inputs = {"states": states.digest, "verifier": run.fingerprint.digest}
-    settings: dict[str, Json] = {
-        "draft": run.draft_shape,
-        "training": run.recipe.training.model_dump(mode="json"),
-        "versions": versions("torch"),
-    }
-    if run.warm_start is not None:
-        inputs["warm start"] = run.warm_start.digest
-        settings["warm head"] = run.warm_start.head
-    key = input_digest("train", VERSIONS["training"], {**inputs, **settings})
+    """This algorithm on these states, in a process of its own.
+
+    Where the draft to start from is what this run would make (a recipe that starts from its own champion, run again),
+    it is not trained further: the training that made it is found.
+    """
+    start, inputs, settings, key = run.warm_start, *training_key(run, states, run.warm_start)
+    for before in start.before if start is not None else ():
+        known = training_key(run, states, before)
+        if run.store.find("training", known[-1]) is not None:
+            start, inputs, settings, key = before, *known
 
     def build(workspace: Path) -> dict[str, Any]:
         from speculators_core.training_process import run_training
 
-        request = train_request(run, run.store.path(states), workspace)
-        return run_training(request, run.home, run.progress).model_dump(mode="json")
+        request = train_request(run, run.store.path(states), workspace, start)
+        report = run_training(request, run.home, run.progress).model_dump(mode="json")
+        return {**report, "began_from": None if start is None else start.model_dump(mode="json", include=BEGAN)}
 
     return produce(run, "train", "training", key, inputs, build, settings=settings)
 
@@ -148,7 +153,8 @@ def export(run: Run, training: ArtifactRef) -> StageResult:
 
         trained = run.store.path(training)
         trainer.export(train_request(run, Path(), trained), trained, publish, workspace, card)
-        return {"verifier": publish, "algorithm": str(run.recipe.algorithm["kind"])}
+        began = run.store.manifest(training).meta.get("began_from")
+        return {"verifier": publish, "algorithm": str(run.recipe.algorithm["kind"]), "began_from": began}
 
     return produce(run, "export", "draft", key, inputs, build, settings=settings)
 
@@ -295,7 +301,21 @@ def require_same_rendering(run: Run, rows: RowSet, engine: Engine) -> None:
         check_against_engine(rows, client, template_kwargs=run.recipe.data.template_kwargs).require()
 
 
-def train_request(run: Run, states: Path, output: Path) -> TrainRequest:
+def training_key(run: Run, states: ArtifactRef, start: WarmStart | None) -> tuple[dict[str, str], dict[str, Json], str]:
+    """Inputs, settings and key of a training that begins from `start`: its digest counts, never where it lies."""
+    inputs = {"states": states.digest, "verifier": run.fingerprint.digest}
+    settings: dict[str, Json] = {
+        "draft": run.draft_shape,
+        "training": run.recipe.training.model_dump(mode="json", exclude={"warm_start"}),
+        "versions": versions("torch"),
+    }
+    if start is not None:
+        inputs["warm start"] = start.digest
+        settings["warm head"] = start.head
+    return inputs, settings, input_digest("train", VERSIONS["training"], {**inputs, **settings})
+
+
+def train_request(run: Run, states: Path, output: Path, start: WarmStart | None = None) -> TrainRequest:
     """What the training process is told."""
     from speculators_core.training.request import TrainRequest
 
@@ -303,11 +323,11 @@ def train_request(run: Run, states: Path, output: Path) -> TrainRequest:
         states=str(states),
         verifier=str(run.verifier),
         algorithm=run.recipe.algorithm,
-        training=run.recipe.training,
+        training=run.recipe.training.model_copy(update={"warm_start": None}),  # `start` is what it led to
         draft_vocabulary_size=run.recipe.draft_vocabulary,
         output=str(output),
-        warm_start=run.warm_start.path if run.warm_start else None,
-        warm_head=run.warm_start.head if run.warm_start else True,
+        warm_start=None if start is None else start.path,
+        warm_head=start is None or start.head,
     )
 
 

@@ -143,6 +143,11 @@ def accept(config: StrictModel, plan: DraftPlan) -> None:
     """Nothing beyond the typed config can be wrong."""
 
 
+def same_names(config: StrictModel, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The model names its tensors as its export does."""
+    return tensors
+
+
 @dataclass(frozen=True)
 class DraftContext:
     """All that an engine has fed its draft of one request when a drafting step begins, positions 0 to T − 1.
@@ -181,6 +186,7 @@ class Algorithm:
     aux_layers  (config, num_hidden_layers) -> auxiliary layer ids, ascending and distinct
     check       (config, DraftPlan) -> None; ConfigError for what could only fail after capture or training
     replay      how its module repeats what an engine drafted; None: not told yet
+    names       (config, exported tensors) -> the same by the model's own names, to start training from a draft
     """
 
     name: str
@@ -191,6 +197,7 @@ class Algorithm:
     aux_layers: Callable[..., tuple[int, ...]]
     check: Callable[..., None] = accept
     replay: Replay | None = None
+    names: Callable[..., Mapping[str, Tensor]] = same_names
 
 
 class ArtifactRef(StrictModel):

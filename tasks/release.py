@@ -53,6 +53,7 @@ from tasks.versions import (
     open_aliases,
     require_version,
 )
+from tasks.warm_start import BEGAN_TAG, recipe_start
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ def version_facts(run: Run, draft: ArtifactRef, evaluation: ArtifactRef, parent:
         draft_digest=draft.digest,
         verifier_name=verifier_name(run),
         verifier_revision=recipe.verifier.revision,
-        verifier_uri=str(run.verifier),
+        verifier_uri=verifier_uri(run),
         verifier_fingerprint=run.fingerprint.digest,
         tokenizer_sha256=run.fingerprint.parts["tokenizer"],
         chat_template_sha256=run.fingerprint.parts["chat_template"],
@@ -143,6 +144,7 @@ def version_facts(run: Run, draft: ArtifactRef, evaluation: ArtifactRef, parent:
             EVALUATION_TAG: evaluation.digest,
             **tags_of(world_of(run)),
             TEMPLATE_TAG: json.dumps(recipe.data.template_kwargs),
+            BEGAN_TAG: json.dumps(run.store.manifest(draft).meta.get("began_from")),
         },
     )
 
@@ -295,6 +297,12 @@ def note_cell(aliases: MlflowAliases, model: str, version: str, cell: Cell) -> N
     aliases.set_tags(model, version, {cell.tag: cell.model_dump_json()})
 
 
+def verifier_uri(run: Run) -> str:
+    """Where the verifier lies: a directory, made absolute, or what the recipe says of a hub or a URL."""
+    path = run.recipe.verifier.path
+    return str(Path(path).expanduser().absolute()) if Path(path).expanduser().exists() else path
+
+
 def verifier_name(run: Run) -> str:
     """Hub id where the recipe names one, else the directory's name."""
     return run.recipe.verifier.publish_as or run.verifier.name
@@ -364,7 +372,7 @@ class Status(StrictModel):
 
 def describe_status(recipe: Recipe) -> Status:
     """Look, without making anything, at each stage in order and at the registry."""
-    run = Run(recipe, settings().home, only_look=True)
+    run = Run(recipe, settings().home, only_look=True, warm_start=recipe_start(recipe))
     lines: list[StatusLine] = []
     try:
         for result in stages.run_until(run, "evaluate"):

@@ -59,6 +59,11 @@ class CheckpointConfig(StrictModel):
 class TrainingConfig(StrictModel):
     """How a draft is trained. The result of a run depends on these values, its inputs and `seed` alone."""
 
+    warm_start: str | None = Field(
+        None,
+        description="draft to start from instead of random weights: a directory, `champion` (of this deployment, where "
+        "it has one), or `model@alias`; frozen parts always come from the verifier",
+    )
     epochs: int = Field(1, ge=1, description="passes over the training rows")
     max_steps: int | None = Field(None, ge=1, description="optimiser steps after which training ends; null: by epochs")
     row_tokens: int = Field(1024, ge=2, description="T: tokens of a packed row; longer rows are clipped, and counted")

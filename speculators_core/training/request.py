@@ -36,7 +36,9 @@ class TrainRequest(StrictModel):
     warm_start: str | None = Field(
         None, description="checkpoint or exported draft whose trainable weights to start from; null: random ones"
     )
-    warm_head: bool = Field(True, description="whether that includes a trained head: not where tokens changed")
+    warm_head: bool = Field(
+        True, description="whether that includes its draft vocabulary and a trained head: not where tokens changed"
+    )
 
 
 class TrainReport(StrictModel):

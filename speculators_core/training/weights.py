@@ -7,7 +7,7 @@ start never takes them from the old draft.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import safetensors.torch
@@ -20,6 +20,7 @@ from speculators_core.training import checkpoints
 
 log = logging.getLogger(__name__)
 
+WEIGHTS = "model.safetensors"
 HEAD = "lm_head.weight"
 """Name of the output head in every draft: its rows are tokens."""
 
@@ -51,27 +52,35 @@ def load_trained_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> Non
         value.copy_(tensors[name])
 
 
-def start_from(model: nn.Module, source: Path, *, head: bool = True) -> None:
+def start_from(
+    model: nn.Module,
+    source: Path,
+    *,
+    head: bool = True,
+    names: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda tensors: tensors,
+) -> None:
     """Warm start: trainable weights from a checkpoint or an exported draft; frozen parts stay the new verifier's.
 
     Args:
         head: False keeps the model's own head also where it is trained: its rows would mean other tokens. So does
             another choice of draft vocabulary, by itself.
+        names: an exported draft's tensors by the model's own names.
 
     Raises:
-        TrainingError: it is torn, or of another shape.
-        ConfigError: there are no weights.
+        TrainingError: it is torn.
+        ConfigError: there are no weights, or they are of another shape.
     """
-    path = source / "model.safetensors"
-    if not path.is_file():
-        raise ConfigError(f"warm_start {source} holds no model.safetensors", mend="name a draft or a checkpoint")
+    if not (source / WEIGHTS).is_file():
+        raise ConfigError(f"training.warm_start: {source} holds no {WEIGHTS}", mend="name a draft or a checkpoint")
     if (source / checkpoints.MANIFEST).is_file():
-        tensors = checkpoints.load(source).tensors["model"]
+        tensors: Mapping[str, Tensor] = checkpoints.load(source).tensors["model"]
     else:
         try:
-            tensors = safetensors.torch.load_file(path)
+            tensors = names(safetensors.torch.load_file(source / WEIGHTS))
         except SafetensorError as error:
-            raise TrainingError(f"warm_start {path} cannot be read: {error}", mend="copy the draft again") from error
+            raise TrainingError(
+                f"training.warm_start: {source / WEIGHTS} cannot be read: {error}", mend="copy the draft again"
+            ) from error
     mine, theirs = getattr(model, "d2t", None), tensors.get("d2t")
     same_tokens = mine is theirs if mine is None or theirs is None else torch.equal(mine.cpu(), theirs)
     own = frozenset() if head and same_tokens else frozenset({HEAD})
@@ -84,7 +93,7 @@ def load_trainable_parameters(
 ) -> int:
     """Copy every trainable parameter of `model` but its `own` from `tensors`; all else in `tensors` is left alone.
 
-    Returns the number of parameters copied. TrainingError when one is missing or has another shape.
+    Returns the number of parameters copied. ConfigError when one is missing or has another shape.
     """
     trainable = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad and name not in own
@@ -96,9 +105,9 @@ def load_trainable_parameters(
         if tensors[name].shape != trainable[name].shape
     ]
     if problems:
-        raise TrainingError(
-            f"the draft to start from does not fit: {'; '.join(sorted(problems)[:4])}",
-            mend="use the same algorithm settings as that draft, or remove warm_start",
+        raise ConfigError(
+            f"training.warm_start: the draft to start from does not fit: {'; '.join(sorted(problems)[:4])}",
+            mend="use the same algorithm settings as that draft, or remove training.warm_start",
         )
     for name, parameter in trainable.items():
         parameter.copy_(tensors[name])

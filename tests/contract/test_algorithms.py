@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ import torch
 
 from speculators_core import registry
 from speculators_core.errors import ConfigError
+from speculators_core.formats.card import ModelCard
+from speculators_core.formats.directory import write_draft
 from speculators_core.formats.servable import check_servable
+from speculators_core.training.weights import start_from
 from speculators_core.types import Algorithm, StepResult
 from tests.unit.speculators_core.algorithms.tiny import LAYERS, pack, sample, vocabulary, write_verifier
 
@@ -65,6 +69,28 @@ def test_it_trains_walks_and_exports(algorithm: Algorithm, verifier: Path, reduc
     lengths = objective.walk(model, row, 3)
     assert lengths and all(0 <= length <= 3 for length in lengths)
     check_servable(algorithm.export(config, model, "org/verifier"))
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_training_begins_from_a_draft_with_the_new_verifiers_parts(
+    algorithm: Algorithm, verifier: Path, reduced: bool, tmp_path: Path
+) -> None:
+    config, tokens = algorithm.config(), vocabulary() if reduced else None
+    old = algorithm.build(config, verifier, tokens, 1)
+    with torch.no_grad():
+        for parameter in (p for p in old.parameters() if p.requires_grad):
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    draft = write_draft(tmp_path / "draft", algorithm.export(config, old, "org/verifier"), ModelCard(title="old"))
+    changed = write_verifier(tmp_path / "changed", seed=9)
+    begun, fresh = (algorithm.build(config, changed, tokens, 2) for _ in range(2))
+    start_from(begun, draft, names=partial(algorithm.names, config))
+    theirs, new = dict(old.named_parameters()), dict(fresh.named_parameters())
+    trained = [name for name, parameter in begun.named_parameters() if parameter.requires_grad]
+    assert trained
+    for name, parameter in begun.named_parameters():
+        expected = theirs[name].bfloat16().float() if name in trained else new[name]
+        assert torch.equal(parameter, expected), name
+    assert any(not torch.equal(theirs[name], new[name]) for name in theirs if name not in trained)
 
 
 def test_half_the_denominators_are_half_of_the_loss(algorithm: Algorithm, verifier: Path) -> None:

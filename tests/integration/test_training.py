@@ -245,8 +245,21 @@ def test_export_and_warm_start(ask: Callable[..., TrainRequest], tmp_path: Path)
         assert report.warm_start
         expected = json.loads((Path(request.output) / "result.json").read_text())["validation"]["loss"]
         assert report.validation["loss"] == pytest.approx(expected, rel=tolerance)
+    # the draft's own choice of tokens stands, also where the rows would choose others; but not where tokens changed
+    tensors = safetensors.torch.load_file(draft / "model.safetensors")
+    shifted = tensors["t2d"].roll(1)
+    kept = shifted.nonzero().flatten()
+    tensors |= {"t2d": shifted, "d2t": kept - torch.arange(48)}
+    safetensors.torch.save_file(tensors, draft / "model.safetensors")
+    for head in (True, False):
+        asked = {"warm_start": str(draft), "warm_head": head, "training": {"max_steps": 1}}
+        begun = ask(f"vocabulary-{head}", draft_vocabulary_size=48, **asked)
+        train(begun)
+        chosen = safetensors.torch.load_file(Path(begun.output) / "draft_vocabulary.safetensors")
+        assert torch.equal(chosen["t2d"], shifted) == head
+
     other = ask("other", warm_start=str(draft), algorithm={**ALGORITHM, "aux_layers": (2, 3)})
-    with pytest.raises(TrainingError, match=r"does not fit: fc\.weight"):
+    with pytest.raises(ConfigError, match=r"training\.warm_start: .* does not fit: fc\.weight"):
         train(other)
     with pytest.raises(ConfigError, match=r"holds no model\.safetensors"):
         train(ask("none", warm_start=str(tmp_path)))

@@ -22,7 +22,7 @@ class Vocabulary:
     t2d: Tensor
 
 
-def write_verifier(directory: Path, **changes: Any) -> Path:
+def write_verifier(directory: Path, *, seed: int = 7, **changes: Any) -> Path:
     """config.json and the three tensors that a draft borrows."""
     directory.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
@@ -46,7 +46,7 @@ def write_verifier(directory: Path, **changes: Any) -> Path:
         **changes,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(seed)
     tensors = {
         "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN, generator=generator).bfloat16(),
         "lm_head.weight": torch.randn(VOCAB, HIDDEN, generator=generator).bfloat16(),

@@ -59,7 +59,7 @@ def test_warm_start_from_nothing_torn_or_other(tmp_path: Path) -> None:
     other = nn.Module()
     other.fc = nn.Linear(2, 2)
     safetensors.torch.save_file(ToyDraft().state_dict(), tmp_path / "best" / "model.safetensors")
-    with pytest.raises(TrainingError, match=r"does not fit: fc\.bias is missing; fc\.weight is \(8, 16\)"):
+    with pytest.raises(ConfigError, match=r"does not fit: fc\.bias is missing; fc\.weight is \(8, 16\)"):
         start_from(other, tmp_path / "best")
 
 
