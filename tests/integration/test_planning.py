@@ -1,0 +1,212 @@
+"""`plan`, `apply`, `why` and `diff` on a real registry: what changed is named, and a plan is good for one world."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from speculators_core.config import load_recipe
+from speculators_core.lifecycle.changes import tags_of
+from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG
+from speculators_core.run import Run
+from tasks.adapters.aliases import MlflowAliases
+from tasks.adapters.registry_view import look
+from tasks.adapters.settings import Settings, read_settings
+from tasks.adapters.tracking import Tracking
+from tasks.planning import world_of
+from tests.environment import ROOT, child_environment
+
+MODEL = "chat"
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "vocab_size": 100,
+    "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128,
+    "rms_norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 512, "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+TEMPLATE = "{% for m in messages %}\n{{ m.content }}\n{% endfor %}"
+
+
+class World:
+    """A state root with a verifier, data, a runtime somewhere else, and a recipe."""
+
+    def __init__(self, root: Path, url: str) -> None:
+        self.root, self.home, self.verifier = root, root / "home", root / "verifier"
+        self.verifier.mkdir()
+        for name, content in {
+            "config.json": json.dumps(CONFIG),
+            "generation_config.json": json.dumps({"eos_token_id": 2}),
+            "tokenizer.json": "{}",
+            "chat_template.jinja": TEMPLATE,
+        }.items():
+            (self.verifier / name).write_text(content)
+        self.train_verifier(1.0)
+        self.data = root / "talks.jsonl"
+        turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+        self.data.write_text(json.dumps({"conversations": turns}))
+        self.recipe = root / "recipe.yaml"
+        content = {
+            "name": "chat", "deployment": MODEL, "verifier": {"path": str(self.verifier)}, "runtime": {"url": url},
+            "data": {"sources": [str(self.data)]}, "algorithm": {"kind": "eagle3"},
+        }  # fmt: skip
+        self.recipe.write_text(yaml.safe_dump(content))
+        self.settings: Settings = read_settings({"DRAFTSMITH_HOME": str(self.home)})
+
+    def train_verifier(self, value: float) -> None:
+        save_file({"model.norm.weight": torch.full((64,), value)}, self.verifier / "model.safetensors")
+
+    def register(self, **tags: str) -> str:
+        """A version that was proven on the world as it is."""
+        run = Run(load_recipe(self.recipe), self.home)
+        world = world_of(run)
+        client = Tracking(self.settings).client
+        if not client.search_registered_models(f"name = '{MODEL}'"):
+            client.create_registered_model(MODEL)
+        every = {
+            FINGERPRINT_TAG: world.verifier.digest, RUNTIME_TAG: world.runtime_key, GATE_TAG: "pass",
+            "verifier.uri": str(self.verifier), "vllm.version": world.runtime.vllm, "algorithm": "eagle3",
+            "draft.digest": "d" * 64, **tags_of(world), **tags,
+        }  # fmt: skip
+        version = client.create_model_version(MODEL, source=str(self.root), tags=every)
+        client.set_registered_model_alias(MODEL, "champion", version.version)
+        return str(version.version)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "flows.cli", *arguments]
+        environ = child_environment(self.home) | {"NO_PROXY": "*", "no_proxy": "*"}
+        return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
+
+    def say(self, *arguments: str) -> str:
+        done = self.run(*arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def ask(self, *arguments: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.say(*arguments, "--json"))
+        return found
+
+
+@pytest.fixture
+def runtime() -> Iterator[str]:
+    """A server that answers as vLLM does when it is asked for its version."""
+
+    class Server(BaseHTTPRequestHandler):
+        def log_message(self, *args: object) -> None: ...
+
+        def do_GET(self) -> None:
+            body = b'{"version": "0.32.0"}'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def world(tmp_path: Path, runtime: str) -> World:
+    return World(tmp_path, runtime)
+
+
+def test_a_story_of_changes(world: World) -> None:
+    recipe = str(world.recipe)
+    first = world.ask("plan", recipe)
+    assert first["action"] == "retrain-afresh" and first["facts"]["champion"] is None
+    whys = {stage["name"]: stage["why"] for stage in first["stages"]}
+    assert whys["prepare"] == "was never run here" and whys["capture"] == "needs what prepare will make"
+    assert list(whys)[-1] == "register and promote"
+
+    world.register()
+    assert world.say("why", recipe) == "chat version 1 is in step with its verifier and runtime\n"
+    assert world.ask("plan", recipe)["action"] == "nothing"
+    assert world.say("apply", str(world.home / "plans" / "chat.json")) == "nothing to do\n"
+
+    (world.verifier / "chat_template.jinja").write_text(TEMPLATE.replace("m.content", "m.content | trim"))
+    told = world.say("why", recipe)
+    assert told.startswith("chat version 1 is stale:\n") and "+{{ m.content | trim }}" in told
+    planned = world.ask("plan", recipe, "--out", str(world.root / "plan.json"))
+    assert (planned["action"], planned["changes"]) == ("re-evaluate", ["chat_template"])
+    assert [stage["name"] for stage in planned["stages"]][:2] == ["prepare", "measure version 1"]
+    assert planned["stages"][-1]["state"] == "if needed" and planned["warm_start"] == "1"
+    assert planned == json.loads((world.root / "plan.json").read_text())
+
+    world.train_verifier(2.0)
+    world.data.write_text(world.data.read_text() + "\n")
+    refused = world.run("apply", str(world.root / "plan.json"))
+    assert refused.returncode == 1
+    assert "the verifier changed (weights); the data sources changed" in refused.stderr
+
+    overridden = ("--set", "lifecycle.on_change.weights=nothing", "--set", "lifecycle.on_change.chat_template=nothing")
+    assert world.ask("plan", recipe, *overridden)["action"] == "nothing"
+    again = world.ask("plan", recipe, "--out", str(world.root / "plan.json"))
+    assert again["action"] == "retrain" and again["changes"] == ["weights", "chat_template"]
+    world.register()
+    refused = world.run("apply", str(world.root / "plan.json"))
+    assert refused.returncode == 1 and "the champion was version 1 and is 2" in refused.stderr
+    assert world.ask("why", MODEL, "--runtime", load_recipe(world.recipe).runtime.url or "")["stale"] is False
+
+
+def test_both_answer_within_two_seconds_of_processor_time(world: World) -> None:
+    """Wall time is that of a machine that does nothing else."""
+    world.register()
+    world.say("plan", str(world.recipe))
+    time.sleep(2.1)  # files that were written just now are not remembered yet
+    for command in ("why", "plan"):
+        world.say(command, str(world.recipe))
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        world.say(command, str(world.recipe))
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+
+
+def test_the_quick_look_sees_what_mlflow_sees(world: World) -> None:
+    for number in range(3):
+        world.register(note=f"line {number}\nand 'quotes' \"too\"")
+    tracking = Tracking(world.settings)
+    tracking.client.set_registered_model_alias(MODEL, "challenger", "2")
+    tracking.client.delete_model_version(MODEL, "1")
+    aliases = MlflowAliases(tracking, actor="test")
+    seen = look(world.settings, MODEL)
+    assert seen.aliases == aliases.aliases(MODEL) == {"champion": "3", "challenger": "2"}
+    assert list(seen.tags) == aliases.versions(MODEL) == ["2", "3"]
+    assert seen.tags == {version: aliases.tags(MODEL, version) for version in ("2", "3")}
+    assert look(world.settings, "nothing").aliases == {}
+
+
+def test_what_is_no_plan_is_said(world: World) -> None:
+    for content, words in (("{}", "is not a plan of this version"), (None, "no plan can be read")):
+        path = world.root / "other.json"
+        if content is not None:
+            path.write_text(content)
+        else:
+            path.unlink()
+        done = world.run("apply", str(path))
+        assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
+def test_diff_names_parts_and_tensors(world: World) -> None:
+    other = shutil.copytree(world.verifier, world.root / "other")
+    save_file({"model.norm.weight": torch.zeros(64)}, other / "model.safetensors")
+    found = world.ask("diff", str(world.verifier), str(other))
+    assert [change["part"] for change in found["changes"]] == ["weights"]
+    assert found["tensors"]["changed"] == ["model.norm.weight"] and found["tensors"]["values_compared"]
+    assert world.say("diff", str(other), str(other)) == "no difference: a draft for one fits the other\n"
