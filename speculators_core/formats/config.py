@@ -107,8 +107,18 @@ class BlockDraftConfig(SpeculatorConfig):
         return self
 
 
+class CorrectedBlockDraftConfig(BlockDraftConfig):
+    """Blocks whose logits are corrected by the token before, from left to right (dspark)."""
+
+    markov_rank: int = Field(ge=0, description="rank of the correction; 0: none")
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = Field(description="what it depends on beside that token")
+    enable_confidence_head: bool = Field(description="each token comes with a confidence")
+    confidence_head_with_markov: bool = Field(description="which knows the token before")
+
+
 CONFIGS: dict[str, type[SpeculatorConfig]] = {
     "dflash": BlockDraftConfig,
+    "dspark": CorrectedBlockDraftConfig,
     "eagle3": FeatureDraftConfig,
     "peagle": ParallelFeatureDraftConfig,
 }

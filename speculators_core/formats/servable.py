@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from speculators_core.errors import FormatError
 from speculators_core.formats.config import CONFIGS, FeatureDraftConfig, ParallelFeatureDraftConfig, SpeculatorConfig
-from speculators_core.formats.servable_blocks import masked_draft_tensors
+from speculators_core.formats.servable_blocks import corrected_draft_tensors, masked_draft_tensors
 from speculators_core.formats.shapes import Shape, check_layer_config, layer_shapes
 from speculators_core.types import ExportedDraft
 
@@ -25,7 +25,7 @@ DEFAULT_FEATURES = 3
 """Features that vLLM's llama class assumes where the layer config does not say."""
 
 OPTIONAL = ("mask_embedding",)
-"""Tensors that a draft may have: vLLM skips this one, and reads it from a file of its own."""
+"""Tensors that a draft may lack: vLLM skips this one, and reads it from a file of its own."""
 
 
 def parse_config(config: Mapping[str, Any]) -> SpeculatorConfig:
@@ -118,6 +118,7 @@ def _parallel_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> di
 
 _EXPECTED: dict[str, Callable[[SpeculatorConfig, list[str]], dict[str, Shape]]] = {
     "dflash": masked_draft_tensors,
+    "dspark": corrected_draft_tensors,
     "eagle3": _continuing_draft_tensors,
     "peagle": _parallel_draft_tensors,
 }

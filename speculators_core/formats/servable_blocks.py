@@ -5,7 +5,7 @@ Rules read off `transformers_utils/configs/speculators/algos.py`, `models/qwen3_
 
 from __future__ import annotations
 
-from speculators_core.formats.config import BlockDraftConfig, SpeculatorConfig
+from speculators_core.formats.config import BlockDraftConfig, CorrectedBlockDraftConfig, SpeculatorConfig
 from speculators_core.formats.shapes import Shape, check_layer_config, layer_shapes
 
 
@@ -44,4 +44,38 @@ def masked_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dict[
         )
     if tensors:
         tensors["mask_embedding"] = (layer["hidden_size"],)
+    return tensors
+
+
+def corrected_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dict[str, Shape]:
+    """A draft that vLLM runs as `dspark`: sliding layers causal, full ones not, unless `is_causal` says otherwise."""
+    assert isinstance(config, CorrectedBlockDraftConfig)
+    tensors = block_draft_tensors(config, problems)
+    layer, rank = config.transformer_layer_config, config.markov_rank
+    sliding = "sliding_attention" in layer.get("layer_types", ())
+    if sliding and config.sliding_window_non_causal and layer.get("is_causal") is not False:
+        problems.append(
+            "vLLM does not read sliding_window_non_causal of this method: set is_causal in the layer config"
+        )
+    if not tensors:
+        return {}
+    hidden, vocab, draft_vocab = layer["hidden_size"], layer["vocab_size"], config.draft_vocab_size
+    if rank:
+        tensors |= {
+            "markov_head.markov_w1.weight": (vocab, rank),
+            "markov_head.markov_w2.weight": (draft_vocab, rank),
+        }
+    if rank and config.markov_head_type == "gated":
+        tensors |= {
+            "markov_head.gate_proj.weight": (rank, hidden + rank),
+            "markov_head.gate_proj.bias": (rank,),
+        }
+    if rank and config.markov_head_type == "rnn":
+        tensors |= {
+            "markov_head.joint_proj.weight": (3 * rank, 2 * rank + hidden),
+            "markov_head.joint_proj.bias": (3 * rank,),
+        }
+    if config.enable_confidence_head:
+        width = hidden + (rank if config.confidence_head_with_markov else 0)
+        tensors |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
     return tensors

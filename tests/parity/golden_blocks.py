@@ -47,6 +47,12 @@ def block_knobs(case: GoldenCase, **defaults: Any) -> dict[str, Any]:
     }
 
 
+def own_knobs(case: GoldenCase, defaults: dict[str, Any]) -> dict[str, Any]:
+    """The algorithm's own knobs: the case's, and the peer's defaults for what it leaves out."""
+    given = {**case.summary["model_kwargs"], **case.summary["call"]}
+    return {name: given.get(name, default) for name, default in defaults.items()}
+
+
 def geometry_of(case: GoldenCase, tensors: dict[str, Tensor]) -> LayerGeometry:
     shape, dims, window = case.summary["case"], case.dims(tensors), case.summary["sliding_window"]
     return LayerGeometry(

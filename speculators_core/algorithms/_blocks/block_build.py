@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import nn
 
 from speculators_core.algorithms._blocks.aux_layers import chosen_layers
@@ -58,6 +59,7 @@ def build_block_draft(
     model = make(facts, geometry, len(ids), vocabulary, mask)
     model.aux_layer_ids, model.verifier_architectures = ids, facts.architectures
     draw_linear(model, geometry.initializer_range, seed)
+    model.draw_heads(torch.Generator().manual_seed(seed + 1))
     parts = borrow(verifier_dir, facts, vocabulary)
     model.borrow(parts.embed_VH, parts.head_DH)
     model.teacher = parts.teacher

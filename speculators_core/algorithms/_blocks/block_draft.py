@@ -160,6 +160,9 @@ class BlockDraft(nn.Module):
         """One decoder layer: (hidden_MBH, context, skip) -> [M, B − skip, H]."""
         return BlockLayer(self.geometry)
 
+    def draw_heads(self, generator: torch.Generator) -> None:
+        """Fresh weights of what an algorithm puts on top, where they are not drawn like all linear ones."""
+
     @torch.no_grad()
     def borrow(self, embed_VH: Tensor, head_DH: Tensor) -> None:
         """Put the verifier's embedding and head rows in place, frozen and in their own dtype.

@@ -237,6 +237,15 @@ def block_metrics(knobs: BlockKnobs, correct_SM: Tensor, counted_SM: Tensor) -> 
     return metrics | {"eal": accepted_length(right_SM, counted_SM)}
 
 
+def chance_metrics(alpha_SM: Tensor, counted_SM: Tensor) -> dict[str, Counted]:
+    """What speculative sampling would accept: `accept_rate` over links, `accept_len` over blocks that have one."""
+    alpha_SM = alpha_SM * counted_SM
+    return {
+        "accept_rate": Counted(float(alpha_SM.sum()), float(counted_SM.sum())),
+        "accept_len": accepted_length(alpha_SM, counted_SM),
+    }
+
+
 def accepted_length(right_SM: Tensor, counted_SM: Tensor) -> Counted:
     """1 + the leading run (or, of chances, the expected leading run) of right links, over blocks that have one."""
     blocks = float(counted_SM.any(dim=0).sum())

@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from speculators_core.algorithms._blocks.block_draft import BlockDraft, BlockLayer
 from speculators_core.algorithms._blocks.block_objective import chance_weights, expected_count, learned_blocks
-from speculators_core.algorithms._blocks.rotary import rotate
 from speculators_core.algorithms.dflash.build import build
 from speculators_core.algorithms.dflash.config import DFlashConfig, check
 from speculators_core.algorithms.dflash.export import export
@@ -22,6 +19,7 @@ from speculators_core.formats.card import ModelCard
 from speculators_core.formats.directory import read_draft, write_draft
 from speculators_core.formats.servable import check_servable
 from speculators_core.types import Aligned, DraftPlan, ExportedDraft
+from tests.unit.speculators_core.algorithms.blocks import fill_in, replies_of, served
 from tests.unit.speculators_core.algorithms.tiny import VOCAB, pack, sample, vocabulary, write_verifier
 
 SHAPES: list[dict[str, Any]] = [
@@ -52,66 +50,11 @@ def gradients(model: DFlashDraft) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------- what vLLM's proposer does with the draft
 
 
-def fill_in(model: BlockDraft, aligned: Aligned, anchor: int, slots: int) -> Tensor:
-    """States [B, H] of one block, given the features before its anchor, by ordinary attention."""
-    features = model.hidden_norm(model.fc(aligned.aux_TAH[:anchor]))
-    positions = torch.arange(anchor + slots)
-    tokens = torch.tensor([int(aligned.input_ids[anchor])] + [model.mask_token_id] * (slots - 1))
-    hidden = model.embed_tokens.weight[tokens].to(features.dtype)
-    if model.mask_embedding is not None:
-        hidden = torch.where((tokens == model.mask_token_id)[:, None], model.mask_embedding, hidden)
-    rotation = model.rotary(positions)
-    own_rotation = (rotation[0][anchor:], rotation[1][anchor:])
-    for index, layer in enumerate(model.layers):
-        assert isinstance(layer, BlockLayer)
-        attn, window = layer.self_attn, model.geometry.window(index)
-        assert attn.q_norm is not None and attn.k_norm is not None
-        x = layer.input_layernorm(hidden)
-        rows = torch.cat([features, x])  # context rows are not normed again
-        q = rotate(attn.q_norm(attn.q_proj(x).unflatten(-1, (-1, attn.head_dim))), own_rotation)
-        k = rotate(attn.k_norm(attn.k_proj(rows).unflatten(-1, (-1, attn.head_dim))), rotation)
-        v = attn.v_proj(rows).unflatten(-1, (-1, attn.head_dim))
-        distance = positions[anchor:, None] - positions
-        seen = distance.abs() < window if window is not None else torch.ones_like(distance, dtype=torch.bool)
-        if not model.knobs.sliding_window_non_causal:  # vLLM: one causality for all layers
-            seen &= distance >= 0
-        groups = q.shape[1] // k.shape[1]
-        out = functional.scaled_dot_product_attention(
-            q.transpose(0, 1),
-            k.repeat_interleave(groups, 1).transpose(0, 1),
-            v.repeat_interleave(groups, 1).transpose(0, 1),
-            attn_mask=seen,
-        )
-        hidden = layer.finish(attn.o_proj(out.transpose(0, 1).flatten(1)), hidden)
-    normed: Tensor = model.norm(hidden)
-    return normed
-
-
 @torch.no_grad()
 def propose(model: DFlashDraft, aligned: Aligned, anchor: int, k: int) -> list[int]:
     states = fill_in(model, aligned, anchor, k + 1)[1:]
     tokens = (states @ model.lm_head.weight.to(states.dtype).T).argmax(-1)
     return (tokens if model.d2t is None else tokens + model.d2t[tokens]).tolist()
-
-
-def serve(model: DFlashDraft, aligned: Aligned, k: int) -> list[int]:
-    """Accepted drafts at each drafting point of each reply in the row, by trying every proposal."""
-    tokens, mask = aligned.input_ids.tolist(), aligned.loss_mask.tolist()
-    accepted: list[int] = []
-    point = 0
-    while point + 1 < len(tokens):
-        if not (mask[point] and mask[point + 1]):
-            point += 1
-            continue
-        count = 0
-        for offset, token in enumerate(propose(model, aligned, point, k), start=1):
-            at = point + offset
-            if at >= len(tokens) or not mask[at] or tokens[at] != token:
-                break
-            count += 1
-        accepted.append(count)
-        point += count + 1
-    return accepted
 
 
 @pytest.mark.parametrize("knobs", SHAPES)
@@ -134,22 +77,10 @@ def test_blocks_are_what_the_proposer_fills_in(verifier: Path, knobs: dict[str, 
 def test_the_walk_is_the_served_loop(verifier: Path, knobs: dict[str, Any], reduced: bool) -> None:
     model, objective = made(verifier, reduced=reduced, **knobs)
     aligned = objective.align(sample(40, [(5, 19), (24, 39)]))
-    ids = aligned.input_ids.clone()
-    generator = torch.Generator().manual_seed(0)
-    # Make the replies such that some proposals are accepted: write what the draft itself would say, with slips.
-    for begin, end in ((5, 19), (24, 39)):
-        at = begin + 1
-        while at < end:
-            said = propose(model, replace(aligned, input_ids=ids), at - 1, 3)[: end - at]
-            kept = int(torch.randint(0, 4, (), generator=generator))
-            ids[at : at + len(said)] = torch.tensor(said)
-            at += min(kept, len(said))
-            if at < end:
-                ids[at] = int(torch.randint(VOCAB - 1, (), generator=generator))
-                at += 1
+    ids = replies_of(aligned, lambda row, at: propose(model, row, at, 3))
     aligned = replace(aligned, input_ids=ids)
     walked = objective.walk(model, aligned, 3)
-    assert list(walked) == serve(model, aligned, 3)
+    assert list(walked) == served(aligned, 3, lambda at: propose(model, aligned, at, 3))
     assert sum(walked) > 0 and min(walked) < 3
 
 
