@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import uuid
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,17 @@ class RemoteRoot:
         except Exception as error:
             raise Unreachable(f"cannot list {self.url}: {error}", mend=_MEND) from error
         return sorted("/".join(path.split("/")[-3:-1]) for path in found)
+
+    def modified(self, name: str) -> float | None:
+        """When the manifest was written, by the store's clock; None where the store doesn't tell."""
+        try:
+            info: dict[str, Any] = self._fs.info(f"{self._path}/{name}/{MANIFEST_NAME}")
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise Unreachable(f"cannot read from {self.url}/{name}: {error}", mend=_MEND) from error
+        found = next((info[key] for key in ("LastModified", "mtime", "created") if info.get(key) is not None), None)
+        return found.timestamp() if isinstance(found, datetime) else None if found is None else float(found)
 
     def fault(self, name: str, manifest: Manifest, cache: VerifiedCache, target: Path, trash: Path) -> str | None:
         """Why the artifact may not be used; None when every byte was verified (now, or before and unchanged since)."""

@@ -4,7 +4,7 @@ Local layout:
     <root>/<kind>/<input digest>/manifest.json      written before the directory appears under this name
     <root>/<kind>/<input digest>/data/**            the artifact's files and nothing else
     <root>/.work/<kind>/<input digest>/data/        a stage's workspace; survives a kill; one rename publishes it
-    <root>/.locks/                                  flocks for single flight and for publishing
+    <root>/.locks/                                  flocks for single flight, for publishing, and for use
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import logging
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from speculators_core.store.files import (
 )
 from speculators_core.store.manifest import MANIFEST_NAME, FileEntry, Manifest
 from speculators_core.store.remote import RemoteRoot, Unreachable
+from speculators_core.store.use import Uses, lock_file, only_holder
 from speculators_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,8 @@ class Store:
         self._remote = RemoteRoot(text) if "://" in text else None
         self._scratch = scratch.absolute()
         self._root = self._scratch / "remote" if self._remote else Path(text).expanduser().absolute()
+        self._locks = (self._scratch if self._remote else self._root) / ".locks"
+        self._uses = Uses(self._locks)
 
     @property
     def root(self) -> str:
@@ -78,10 +82,13 @@ class Store:
     def path(self, ref: ArtifactRef) -> Path:
         """Local directory of the artifact's data files, verified; a remote one is downloaded once by its digest.
 
+        Side effect: while this object lives the artifact counts as in use, and `sweep` leaves it alone.
+
         Raises:
             StoreError: the artifact vanished, was changed, or cannot be downloaded.
         """
         name = _ref_name(ref)
+        self._uses.begin(name)
         manifest, fault = self._examine(name)
         if manifest is not None and fault is None and manifest.digest != ref.digest:
             fault = "it was replaced by another version"
@@ -206,6 +213,51 @@ class Store:
             else:
                 discard(self._root / name, self._trash)
 
+    def sweep(self, ref: ArtifactRef) -> bool:
+        """Delete an artifact that nobody uses or makes at this moment; False, and it stays, where somebody does."""
+        name = _ref_name(ref)
+        with only_holder(*(self._lock(name, purpose) for purpose in ("use", "flight"))) as free:
+            if free:
+                self.remove(ref)
+                if self._remote is not None:
+                    discard(self._scratch / "downloads" / ref.kind / ref.digest, self._trash)
+        return free
+
+    def busy(self, kind: str, input_digest: str) -> bool:
+        """Whether somebody uses or makes this artifact at this moment."""
+        name = _name(kind, input_digest)
+        with only_holder(*(self._lock(name, purpose) for purpose in ("use", "flight"))) as free:
+            return not free
+
+    def last_used(self, ref: ArtifactRef) -> float:
+        """When the artifact was last used here, or else published, in seconds since 1970 by this machine's clock."""
+        name = _ref_name(ref)
+        times = [_mtime(self._lock(name, "use"))]
+        times.append(self._remote.modified(name) if self._remote else _mtime(self._root / name / MANIFEST_NAME))
+        known = [moment for moment in times if moment is not None]
+        return max(known) if known else time.time()  # a store that tells no times: as if just used
+
+    def workspaces(self) -> Iterator[tuple[str, str, Path]]:
+        """(kind, input digest, directory) of unfinished work: of running stages, and what killed ones left."""
+        for path in sorted(self._work.glob("[!.]*/*")):
+            if path.is_dir():
+                yield path.parent.name, path.name, path
+
+    def sweep_workspace(self, kind: str, input_digest: str) -> bool:
+        """Delete unfinished work that no running stage holds; False, and it stays, where one does."""
+        name = _name(kind, input_digest)
+        with only_holder(self._lock(name, "flight")) as free:
+            if free:
+                discard(self._work / name, self._trash)
+        return free
+
+    def empty_trash(self, *, older_than_s: float = 86_400) -> None:
+        """Delete what a killed deletion left; downloads that may still run are left for `older_than_s`."""
+        for grave in self._trash.glob("*"):
+            age = time.time() - (_mtime(grave) or 0.0)
+            if not grave.name.startswith("download-") or age > older_than_s:
+                shutil.rmtree(grave, ignore_errors=True)
+
     # -- inner workings ---------------------------------------------------------------------------------------------
 
     @property
@@ -218,8 +270,7 @@ class Store:
         return self._work / ".trash"
 
     def _lock(self, name: str, purpose: str) -> Path:
-        base = self._scratch if self._remote else self._root
-        return base / ".locks" / f"{name.replace('/', '-')}.{purpose}.lock"
+        return lock_file(self._locks, name, purpose)
 
     def _cache(self, name: str) -> VerifiedCache:
         return VerifiedCache(self._scratch / "verified" / f"{name}.json")
@@ -328,6 +379,13 @@ def _fault_of(data: Path, manifest: Manifest, cache: VerifiedCache, *, trust_con
     if known != stamps:
         cache.save(manifest.digest, stamps)
     return None
+
+
+def _mtime(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return None
 
 
 def _name(kind: str, input_digest: str) -> str:

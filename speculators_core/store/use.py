@@ -1,0 +1,61 @@
+"""Who uses an artifact: shared flocks that die with their holder, so that a sweep never takes what somebody reads."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from speculators_core.store.files import storage_errors
+
+
+def lock_file(locks: Path, name: str, purpose: str) -> Path:
+    """The lock of an artifact (`kind/key`) for a purpose: flight, publish, download or use."""
+    return locks / f"{name.replace('/', '-')}.{purpose}.lock"
+
+
+class Uses:
+    """The artifacts that one store object has handed out; they count as in use while it lives."""
+
+    def __init__(self, locks: Path) -> None:
+        """`locks`: directory of the lock files."""
+        self._locks = locks
+        self._held: dict[str, int] = {}
+        weakref.finalize(self, _close, self._held)
+
+    def begin(self, name: str) -> None:
+        """Hold the artifact's lock, shared, from now on, and note the time; waits out a deletion."""
+        if name not in self._held:
+            path = lock_file(self._locks, name, "use")
+            with storage_errors(path, "noting that an artifact is in use"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            self._held[name] = descriptor
+        os.utime(self._held[name])
+
+
+@contextlib.contextmanager
+def only_holder(*paths: Path) -> Iterator[bool]:
+    """Hold several locks exclusively, if nobody else holds any of them: True; else False, and none is held."""
+    held: dict[str, int] = {}
+    try:
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held[str(path)] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(held[str(path)], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _close(held)
+                break
+        yield bool(held)
+    finally:
+        _close(held)
+
+
+def _close(descriptors: dict[str, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])

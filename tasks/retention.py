@@ -1,0 +1,204 @@
+"""Retention over the real store and registry: what is referred to, what may go, and the deletion itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from speculators_core.errors import ConfigError
+from speculators_core.lifecycle.matrix import cells
+from speculators_core.lifecycle.retention import Item, Plan, Root, plan_sweep
+from speculators_core.run import MADE_OF, MadeOf
+from speculators_core.store import Store, write_atomic
+from speculators_core.types import ArtifactRef, StrictModel
+from tasks.adapters.aliases import MlflowAliases
+from tasks.adapters.locks import file_lock
+from tasks.adapters.registry import DRAFT_TAG
+from tasks.adapters.settings import Settings, settings
+from tasks.observe import tracking
+
+log = logging.getLogger(__name__)
+
+EVALUATION_TAG = "evaluation.digest"
+
+
+class Pin(StrictModel):
+    """An artifact that somebody wants kept."""
+
+    name: str = Field(description="kind/input digest")
+    digest: str
+    why: str
+    when: str
+
+
+class Swept(StrictModel):
+    """What a sweep did: its plan, and what of it was left because somebody had begun to use it."""
+
+    plan: Plan
+    deleted: tuple[str, ...]
+    left: tuple[str, ...]
+
+
+def open_store(found: Settings) -> Store:
+    """The artifact store of the settings."""
+    return Store(found.store, scratch=found.home / "scratch")
+
+
+def plan_gc(*, keep_days: float, quota_bytes: int | None = None) -> Plan:
+    """What a sweep would delete now; looks only.
+
+    Raises:
+        RegistryError: MLflow is away: without its word nothing is known to be unreferenced.
+    """
+    store = open_store(settings())
+    items = tuple(list_items(store))
+    return plan_sweep(items, list_roots(store, items), now=time.time(), keep_days=keep_days, quota_bytes=quota_bytes)
+
+
+def collect(*, keep_days: float, quota_bytes: int | None = None) -> Swept:
+    """Plan and delete, one sweep at a time.
+
+    Each artifact goes out of sight by one rename before its files are deleted; what a killed sweep left half deleted
+    is deleted by the next. Somebody who begins to use an artifact meanwhile keeps it.
+    """
+    with file_lock(settings().locks, "gc"):
+        store = open_store(settings())
+        store.empty_trash()
+        plan = plan_gc(keep_days=keep_days, quota_bytes=quota_bytes)
+        refs = {_name(ref): ref for ref in store.artifacts()}
+        deleted: list[str] = []
+        left: list[str] = []
+        for line in plan.deletions:
+            if line.name in refs and refs[line.name].digest == line.digest:
+                gone = store.sweep(refs[line.name])
+            elif line.name.startswith("work/"):
+                gone = store.sweep_workspace(*line.name.split("/")[1:])
+            else:
+                gone = False  # replaced meanwhile: another artifact, which this plan has not seen
+            (deleted if gone else left).append(line.name)
+            log.info("gc %s %s", "deleted" if gone else "left", line.name)
+    return Swept(plan=plan, deleted=tuple(deleted), left=tuple(left))
+
+
+def list_items(store: Store) -> Iterator[Item]:
+    """Artifacts with their lineage, then what killed stages left."""
+    for ref in store.artifacts():
+        manifest = store.manifest(ref)
+        made_of = manifest.meta.get(MADE_OF)
+        yield Item(
+            name=_name(ref),
+            digest=ref.digest,
+            num_bytes=manifest.num_bytes,
+            used=store.last_used(ref),
+            inputs=None if made_of is None else tuple(MadeOf.model_validate(made_of).inputs.values()),
+        )
+    for kind, digest, path in store.workspaces():
+        files = [file.stat() for file in path.rglob("*") if file.is_file()]
+        yield Item(
+            name=f"work/{kind}/{digest}",
+            digest=f"work/{kind}/{digest}",
+            num_bytes=sum(stat.st_size for stat in files),
+            used=max((stat.st_mtime for stat in files), default=path.stat().st_mtime),
+            inputs=(),
+        )
+
+
+def list_roots(store: Store, items: tuple[Item, ...]) -> Iterator[Root]:
+    """What must stay: in use just now, registered, pinned."""
+    for item in items:
+        if store.busy(*item.name.split("/")[-2:]):
+            yield Root(digest=item.digest, reason="in use just now", lineage=True)
+    yield from registered_roots(settings())
+    for pin in read_pins(settings().home):
+        yield Root(digest=pin.digest, reason=f"pinned: {pin.why or 'no reason given'}")
+
+
+def registered_roots(found: Settings) -> Iterator[Root]:
+    """What MLflow's registered versions refer to; nothing where there is no registry yet."""
+    if found.sqlite_file is not None and not found.sqlite_file.exists():
+        return
+    aliases = MlflowAliases(tracking(), actor="gc")
+    for model in aliases.models():
+        names = aliases.aliases(model)
+        for version, (_, tags) in aliases.described(model).items():
+            held = sorted(name for name, number in names.items() if number == version)
+            reason = f"{', '.join(held) or 'registered'}: {model} version {version}"
+            evaluations = [cell.evaluation for cell in cells(tags)]
+            for digest in (tags.get(DRAFT_TAG), tags.get(EVALUATION_TAG), *evaluations):
+                if digest:
+                    yield Root(digest=digest, reason=reason, lineage=bool(held))
+
+
+def pin(reference: str, *, why: str = "") -> Pin:
+    """Keep an artifact until it is unpinned.
+
+    Raises:
+        ConfigError: the reference names no artifact, or several.
+    """
+    ref = resolve(open_store(settings()), reference)
+    added = Pin(name=_name(ref), digest=ref.digest, why=why, when=datetime.now(UTC).isoformat(timespec="seconds"))
+    with file_lock(settings().locks, "pins"):
+        others = [one for one in read_pins(settings().home) if one.digest != added.digest]
+        _write_pins(settings().home, [*others, added])
+    return added
+
+
+def unpin(reference: str) -> Pin:
+    """Let an artifact go again.
+
+    Raises:
+        ConfigError: nothing of that name is pinned.
+    """
+    with file_lock(settings().locks, "pins"):
+        pins = read_pins(settings().home)
+        found = [one for one in pins if one.name.startswith(reference) or one.digest.startswith(reference)]
+        if len(found) != 1:
+            known = ", ".join(one.name for one in pins) or "none"
+            raise ConfigError(f"{reference} names {len(found) or 'no'} pinned artifacts", mend=f"pinned: {known}")
+        _write_pins(settings().home, [one for one in pins if one != found[0]])
+    return found[0]
+
+
+def read_pins(home: Path) -> tuple[Pin, ...]:
+    """Everything that is pinned."""
+    path = home / "pins.json"
+    content: list[Any] = json.loads(path.read_text()) if path.exists() else []
+    return tuple(Pin.model_validate(entry) for entry in content)
+
+
+def resolve(store: Store, reference: str) -> ArtifactRef:
+    """The one artifact whose address, `kind/key` or digest begins with (or, for addresses, ends in) the reference.
+
+    Raises:
+        ConfigError: none, or several.
+    """
+    wanted = reference.rstrip("/").removesuffix("/data")
+    found = [
+        ref
+        for ref in store.artifacts()
+        if ref.uri == wanted or wanted.endswith(f"/{_name(ref)}") or _name(ref).startswith(wanted)
+        or (len(wanted) >= 6 and ref.digest.startswith(wanted))
+    ]  # fmt: skip
+    if len(found) != 1:
+        names = ", ".join(_name(ref)[:40] for ref in found[:5])
+        raise ConfigError(
+            f"{reference} names {len(found) or 'no'} artifacts of the store",
+            mend=f"say more of it: {names}" if found else "`draftsmith gc` lists what there is",
+        )
+    return found[0]
+
+
+def _write_pins(home: Path, pins: list[Pin]) -> None:
+    text = json.dumps([one.model_dump(mode="json") for one in pins], indent=1) + "\n"
+    write_atomic(home / "pins.json", lambda part: part.write_text(text))
+
+
+def _name(ref: ArtifactRef) -> str:
+    return "/".join(ref.uri.rstrip("/").split("/")[-2:])
