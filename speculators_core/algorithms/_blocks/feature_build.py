@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from speculators_core.algorithms._blocks.aux_layers import chosen_layers
+from speculators_core.algorithms._blocks.borrowed import borrow, reduced_vocabulary
 from speculators_core.algorithms._blocks.feature_draft import FeatureDraft
 from speculators_core.algorithms._blocks.feature_knobs import FeatureKnobs
 from speculators_core.algorithms._blocks.geometry import LayerGeometry, geometry_for
-from speculators_core.algorithms._blocks.teacher import Teacher
-from speculators_core.algorithms._blocks.vocabulary import ReducedVocabulary, checked_vocabulary
+from speculators_core.algorithms._blocks.vocabulary import ReducedVocabulary
 from speculators_core.verifier.facts import VerifierFacts, read_facts
-from speculators_core.verifier.weights import read_head
 
 if TYPE_CHECKING:
     from speculators_core.data.vocabulary import DraftVocabulary
@@ -54,30 +53,16 @@ def build_feature_draft(
         full_attention_layers=knobs.full_attention_layers,
         intermediate_size=knobs.intermediate_size,
     )
-    vocabulary = None
-    if draft_vocabulary is not None:
-        vocabulary = checked_vocabulary(
-            torch.as_tensor(draft_vocabulary.d2t), torch.as_tensor(draft_vocabulary.t2d), facts.vocab_size
-        )
+    vocabulary = reduced_vocabulary(draft_vocabulary, facts.vocab_size)
     ids = chosen_layers(knobs.aux_layers, facts.num_hidden_layers)
     model = make(facts, geometry, len(ids), vocabulary)
     model.aux_layer_ids, model.verifier_architectures = ids, facts.architectures
     draw_linear(model, geometry.initializer_range, seed)
-    head = read_head(verifier_dir, facts)
-    embed_VH = _narrow(head.embed_VH)
-    head_VH = embed_VH if head.tied else _narrow(head.head_VH)
-    head_DH = head_VH if vocabulary is None else head_VH[vocabulary.verifier_ids_D]
-    model.borrow(embed_VH, head_DH)
+    parts = borrow(verifier_dir, facts, vocabulary)
+    model.borrow(parts.embed_VH, parts.head_DH)
+    model.teacher = parts.teacher
     if not knobs.compat:
-        nn.init.constant_(model.norm.weight, 1.0 / float(head_DH.float().norm(dim=-1).mean()))
-    model.teacher = Teacher(
-        head.norm_H.float(),
-        head_DH,
-        eps=facts.rms_norm_eps,
-        convention=facts.norm_convention,
-        softcap=facts.final_logit_softcap,
-        scale=facts.logit_scale,
-    )
+        nn.init.constant_(model.norm.weight, 1.0 / float(parts.head_DH.float().norm(dim=-1).mean()))
     return model
 
 
@@ -88,8 +73,3 @@ def draw_linear(model: nn.Module, deviation: float, seed: int) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear) and not module.weight.is_meta:
             module.weight.normal_(0.0, deviation, generator=generator)
-
-
-def _narrow(tensor: Tensor) -> Tensor:
-    """Frozen tables are served in bfloat16, so nothing is gained by keeping more."""
-    return tensor.to(torch.bfloat16)

@@ -38,15 +38,20 @@ class Teacher(nn.Module):
         self.eps, self.convention, self.softcap, self.scale = eps, convention, softcap, scale
 
     @torch.no_grad()
-    def logits(self, last_NH: Tensor, compute: torch.dtype) -> Tensor:
-        """Logits float32 [N, D] of residual streams before the final norm; the product is formed in `compute`."""
+    def normed(self, last_NH: Tensor, compute: torch.dtype) -> Tensor:
+        """What the verifier's final norm makes of residual streams, in at least float32."""
         wide = last_NH.to(torch.promote_types(compute, torch.float32))
         weight = self.norm.to(wide.dtype)
         if self.convention == "one_plus":
             weight = weight + 1.0
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * weight
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * weight
+
+    @torch.no_grad()
+    def logits(self, last_NH: Tensor, compute: torch.dtype) -> Tensor:
+        """Logits float32 [N, D] of residual streams before the final norm; the product is formed in `compute`."""
+        normed = self.normed(last_NH, compute)
         with torch.autocast(last_NH.device.type, enabled=False):
-            logits = (normed.to(compute) @ self.head.to(compute).T).to(wide.dtype)
+            logits = (normed.to(compute) @ self.head.to(compute).T).to(normed.dtype)
         if self.scale != 1.0:
             logits *= self.scale
         if self.softcap is not None:

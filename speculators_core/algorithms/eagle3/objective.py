@@ -16,8 +16,9 @@ from speculators_core.algorithms._blocks.chains import (
     rounded_up,
     walk_reply,
 )
+from speculators_core.algorithms._blocks.unrolled import Drafting
 from speculators_core.algorithms.eagle3.config import Eagle3Config
-from speculators_core.algorithms.eagle3.model import Drafting, Eagle3Draft
+from speculators_core.algorithms.eagle3.model import Eagle3Draft
 from speculators_core.losses.fused import UnrolledTargets, unrolled_loss
 from speculators_core.metrics.acceptance import unrolled_metrics
 from speculators_core.types import Aligned, Batch, Counted, Sample, StepResult

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from speculators_core.algorithms._blocks.feature_replay import served_knobs, vocabulary_logits
+from speculators_core.algorithms._blocks.unrolled import Drafting
 from speculators_core.algorithms.eagle3.config import Eagle3Config
-from speculators_core.algorithms.eagle3.model import Drafting, Eagle3Draft
+from speculators_core.algorithms.eagle3.model import Eagle3Draft
 from speculators_core.errors import FormatError
 from speculators_core.types import DraftContext
 
