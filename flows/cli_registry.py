@@ -38,7 +38,7 @@ def promote(
     force: Annotated[bool, typer.Option("--force", help="with MODEL: even if the gate did not pass it")] = False,
     why: WhyOption = "",
     runtime: RuntimeOption = DEFAULT_RUNTIME,
-    verifier: Annotated[Path | None, typer.Option(help="with MODEL: where its verifier lies now")] = None,
+    verifier: Annotated[str | None, typer.Option(help="with MODEL: where its verifier lies now")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Ask the gate, and move the alias `champion` when it passes; or make a registered version the champion.
@@ -59,10 +59,12 @@ def promote(
         raise ConfigError("--set belongs to `promote RECIPE`")
     if force and not why:
         raise ConfigError("--force needs a reason", mend="add --why REASON: it is written to the audit log")
-    prepare_environment()
+    home = prepare_environment().home
+    from speculators_core.engine.runtime import probe_runtime
     from tasks.versions import promote_by_name
 
-    moved = promote_by_name(target, version, as_runtime(runtime), force=force, why=why, verifier=verifier)
+    key = probe_runtime(as_runtime(runtime), home=home).key
+    moved = promote_by_name(target, version, key, force=force, why=why, verifier=verifier)
     show_model(moved, as_json, describe(moved))
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from pydantic import Field
 
-from speculators_core.engine.runtime import Runtime, probe_runtime
 from speculators_core.errors import RegistryError, VerifierError
 from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, Matrix, build_matrix, cells
 from speculators_core.lifecycle.promotion import (
@@ -24,7 +23,7 @@ from speculators_core.lifecycle.promotion import (
 from speculators_core.lifecycle.promotion import promote as move_champion
 from speculators_core.lifecycle.promotion import rollback as move_back
 from speculators_core.types import StrictModel
-from speculators_core.verifier.fingerprint import fingerprint
+from speculators_core.verifier.fingerprint import describe_location
 from tasks.adapters.aliases import MlflowAliases
 from tasks.adapters.registry import DRAFT_TAG, DraftRegistry
 from tasks.adapters.settings import Settings, settings
@@ -104,12 +103,12 @@ def open_aliases(who: str | None = None) -> MlflowAliases:
 
 
 def promote_by_name(
-    model: str, version: str, runtime: Runtime, *, force: bool = False, why: str = "", verifier: Path | None = None
+    model: str, version: str, runtime_key: str, *, force: bool = False, why: str = "", verifier: str | None = None
 ) -> Moved:
     """Make a registered version the champion, without measuring anything.
 
-    It must be proven for the verifier that its tags name, as that lies on disk now, and for this runtime; and what
-    serves must still be what the gate compared it with. `force` waives the gate, never the files.
+    It must be proven for the verifier that its tags name, as that lies on disk now, and for the runtime of this key;
+    and what serves must still be what the gate compared it with. `force` waives the gate, never the files.
 
     Raises:
         RegistryError: it may not serve, its files were changed, something else serves by now, MLflow is away.
@@ -129,7 +128,7 @@ def promote_by_name(
         version,
         expected=expected,
         verifier_fingerprint=found,
-        runtime_key=probe_runtime(runtime, home=settings().home).key,
+        runtime_key=runtime_key,
         who=who,
         why=why or "by name",
         home=settings().home,
@@ -233,22 +232,30 @@ def no_such(aliases: MlflowAliases, model: str) -> RegistryError:
     return RegistryError(f"no model {model!r} is registered", mend=f"registered models: {known}")
 
 
-def check_pair(tags: Mapping[str, str], model: str, version: str, *, verifier: Path | None, must_match: bool) -> str:
-    """Fingerprint of the version's verifier as it lies on disk now.
+def check_pair(tags: Mapping[str, str], model: str, version: str, *, verifier: str | None, must_match: bool) -> str:
+    """Fingerprint of the version's verifier as it is now: a directory, a hub id at its revision, or a URL.
 
     Raises:
-        VerifierError: it is gone; or, with must_match, it is not the one that the version was measured on.
+        RegistryError: the version names no verifier.
+        VerifierError: it is gone; or, with must_match, it is none that the version was measured on.
     """
-    where = verifier or Path(tags.get(VERIFIER_TAG, ""))
-    if not tags.get(VERIFIER_TAG) and verifier is None:
-        raise RegistryError(f"version {version} of {model} does not say where its verifier lies")
-    if not where.is_dir():
-        raise VerifierError(
-            f"the verifier of {model} version {version} is gone: {where} is no directory",
-            mend="put it back, or name where it lies now with --verifier",
+    where = verifier or tags.get(VERIFIER_TAG)
+    if where is None:
+        raise RegistryError(
+            f"version {version} of {model} does not say where its verifier lies", mend="name it with --verifier"
         )
-    kwargs = json.loads(tags.get(TEMPLATE_TAG) or "{}")
-    found = fingerprint(where, home=settings().home, template_kwargs=kwargs).digest
+    try:
+        found = describe_location(
+            where,
+            revision=None if verifier else tags.get("verifier.revision"),
+            home=settings().home,
+            template_kwargs=json.loads(tags.get(TEMPLATE_TAG) or "{}"),
+        ).fingerprint.digest
+    except VerifierError as error:
+        raise VerifierError(
+            f"the verifier of {model} version {version} cannot be used: {error.what}",
+            mend="put it back, or name where it lies now with --verifier",
+        ) from error
     if must_match and found not in {cell.pair.verifier_fingerprint for cell in cells(tags)}:
         raise VerifierError(
             f"the verifier at {where} is not the one of {model} version {version} "
