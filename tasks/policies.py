@@ -18,9 +18,11 @@ from prefect.tasks import exponential_backoff
 from speculators_core import processes
 from speculators_core.errors import CaptureError, EngineError, EvaluationError, RegistryError
 from tasks.adapters.settings import read_settings
+from tasks.runs import cancel_children
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, State, TaskRun
+    from prefect.flows import FlowStateHook
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,16 +59,23 @@ def stage_task(
     )
 
 
-def pipeline_flow(name: str, *, description: str | None = None) -> Callable[[Callable[P, R]], Flow[P, R]]:
-    """A Prefect flow of this name whose engines and trainers end with it, also when it is cancelled or crashes."""
+def pipeline_flow(
+    name: str, *, description: str | None = None, starts_runs: bool = False
+) -> Callable[[Callable[P, R]], Flow[P, R]]:
+    """A Prefect flow of this name whose engines and trainers end with it, also when it is cancelled or crashes.
+
+    Args:
+        starts_runs: it starts runs of deployments, which are to end with it too.
+    """
+    ends: list[FlowStateHook[..., Any]] = [end_processes, *([cancel_children] if starts_runs else [])]
     return flow(
         name=name,
         description=description,
         persist_result=False,
         result_serializer=_JSON,
         on_running=[own_processes],
-        on_cancellation=[end_processes],
-        on_crashed=[end_processes],
+        on_cancellation=ends,
+        on_crashed=ends,
     )
 
 

@@ -14,9 +14,12 @@ from speculators_core.run import Run, WarmStart
 from speculators_core.summary import LoopSummary
 from speculators_core.types import ArtifactRef, StrictModel
 from tasks.adapters.settings import settings
+from tasks.observe import flow_run_id
 from tasks.planning import Situation
 from tasks.policies import stage_task
 from tasks.release import measure_version
+from tasks.requests import BackfillRequest, UpkeepRequest
+from tasks.runs import UPKEEP_DEPLOYMENT, ensure_run
 from tasks.versions import fetch_draft, open_aliases, require_version
 
 log = logging.getLogger(__name__)
@@ -75,6 +78,40 @@ def weights_to_start_from(recipe: Recipe, action: Action) -> WarmStart | None:
     aliases, version = open_aliases(), situation.proven.version
     path, _ = fetch_draft(settings(), require_version(aliases, recipe.deployment, version), recipe.deployment, version)
     return found.model_copy(update={"path": str(path)})
+
+
+def from_random_weights(recipe: Recipe) -> Recipe:
+    """The recipe without a draft to start from: none fits any more."""
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update={"warm_start": None})})
+
+
+@stage_task("decide", retries=0)
+def decide_now(request: UpkeepRequest) -> tuple[Recipe, Action]:
+    """The request's recipe and what is to be done: nothing where the verifier is not the expected one any more."""
+    recipe = request.load()
+    situation = Situation.of(recipe)
+    if request.expected is not None and situation.world.verifier.digest != request.expected:
+        log.info("the verifier has changed again since this run was asked for: another run sees to that")
+        return recipe, "nothing"
+    action = situation.decision.action if request.action == "auto" else request.action
+    log.info("action=%s because %s", action, "; ".join(situation.decision.reasons) or "it was asked for")
+    return recipe, action
+
+
+@stage_task("start-runs")
+def start_all(request: BackfillRequest) -> list[str]:
+    """A run of the deployed upkeep for each of a backfill's requests; their ids."""
+    parent = flow_run_id()
+    started = [
+        ensure_run(
+            UPKEEP_DEPLOYMENT,
+            f"backfill-{parent}-{number}",
+            {"request": wanted.model_dump(mode="json")},
+            ["backfill", f"parent:{parent}"],
+        )
+        for number, wanted in enumerate(request.requests())
+    ]
+    return [run.run_id for run in started]
 
 
 def registry_exists() -> bool:

@@ -1,0 +1,18 @@
+"""Watch declared verifiers and runtimes, and start what each change asks for. Imports no MLflow: it runs often."""
+
+from __future__ import annotations
+
+from tasks.policies import pipeline_flow
+from tasks.watch import Reaction, look_at, react, require_all_seen
+
+
+@pipeline_flow("watch", description=__doc__)
+def watch(recipes: list[str], react_to_changes: bool = True) -> list[Reaction]:
+    """Look at every recipe; for each change one run that sees to it, and an end to runs for older changes.
+
+    It reads the world anew each time: what an earlier watch, or a lost event, has missed is found by the next.
+    """
+    findings = look_at(recipes)
+    reactions = react(findings) if react_to_changes else [Reaction(finding=finding) for finding in findings]
+    require_all_seen(findings)
+    return reactions

@@ -1,0 +1,127 @@
+"""Looking at what is declared, and reacting to what changed: the two halves of the flow `watch`."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field
+
+from speculators_core.config import load_recipe
+from speculators_core.errors import DraftsmithError, VerifierError
+from speculators_core.lifecycle.changes import Action, Change
+from speculators_core.types import StrictModel
+from tasks.events import EngineChanged, VerifierChanged
+from tasks.planning import Situation
+from tasks.policies import stage_task
+from tasks.requests import UpkeepRequest
+from tasks.runs import UPKEEP_DEPLOYMENT, Outcome, ensure_run, supersede
+
+log = logging.getLogger(__name__)
+
+
+class Finding(StrictModel):
+    """One recipe against what serves."""
+
+    recipe: str
+    deployment: str | None = None
+    version: str | None = Field(None, description="champion")
+    action: Action = "nothing"
+    changes: tuple[Change, ...] = ()
+    reasons: tuple[str, ...] = ()
+    fingerprint: str | None = None
+    runtime_key: str | None = None
+    vllm: str | None = None
+    error: str | None = Field(None, description="why it could not be looked at; nothing is done then")
+
+    @property
+    def cause(self) -> str:
+        """Names what a run is for: deployment, verifier, runtime and action; the idempotency key of it."""
+        world = hashlib.sha256(f"{self.fingerprint} {self.runtime_key}".encode()).hexdigest()[:24]
+        return f"{self.deployment}:{self.action}:{world}"
+
+
+class Reaction(StrictModel):
+    """What was done about a finding."""
+
+    finding: Finding
+    run: str | None = Field(None, description="flow run that sees to it")
+    outcome: Outcome | None = None
+    superseded: tuple[str, ...] = Field((), description="runs for older changes that were cancelled")
+
+
+@stage_task("look", retries=0)
+def look_at(recipes: Sequence[str]) -> list[Finding]:
+    """Hold what each recipe declares against its champion; what cannot be read is said, and the others are read."""
+    return [find(recipe) for recipe in recipes]
+
+
+@stage_task("react", retries=2)
+def react(findings: Sequence[Finding]) -> list[Reaction]:
+    """For each change: an event and one run, and an end to runs for older changes of the same deployment."""
+    return [reaction_to(finding) for finding in findings if finding.error is None]
+
+
+def require_all_seen(findings: Sequence[Finding]) -> None:
+    """Fail, after all else was done, where something could not be looked at: a silent watch is none.
+
+    Raises:
+        VerifierError: names each recipe and why.
+    """
+    if blind := [f"{finding.recipe}: {finding.error}" for finding in findings if finding.error is not None]:
+        raise VerifierError(f"{len(blind)} of {len(findings)} recipes could not be looked at: {'; '.join(blind)}")
+
+
+def find(recipe: str) -> Finding:
+    """One recipe's finding."""
+    try:
+        loaded = load_recipe(Path(recipe))
+        situation = Situation.of(loaded)
+        decision, world = situation.decision, situation.world
+    except DraftsmithError as error:
+        log.warning("%s cannot be looked at: %s", recipe, error)
+        return Finding(recipe=recipe, error=str(error.what))
+    return Finding(
+        recipe=recipe,
+        deployment=loaded.deployment,
+        version=None if situation.proven is None else situation.proven.version,
+        action=decision.action,
+        changes=decision.changes,
+        reasons=decision.reasons,
+        fingerprint=world.verifier.digest,
+        runtime_key=world.runtime_key,
+        vllm=world.runtime.vllm,
+    )
+
+
+def reaction_to(finding: Finding) -> Reaction:
+    """Start what the finding asks for, once; cancel what it made void."""
+    mark = f"upkeep:{finding.deployment}"
+    if finding.action == "nothing":
+        return Reaction(finding=finding, superseded=supersede(mark, None))
+    request = UpkeepRequest(recipe=finding.recipe, action=finding.action, expected=finding.fingerprint)
+    superseded = supersede(mark, finding.cause)
+    run = ensure_run(
+        UPKEEP_DEPLOYMENT, finding.cause, {"request": request.model_dump(mode="json")}, [mark, str(finding.action)]
+    )
+    if run.outcome == "started":
+        announce(finding)
+    return Reaction(finding=finding, run=run.run_id, outcome=run.outcome, superseded=superseded)
+
+
+def announce(finding: Finding) -> None:
+    """One event for a changed verifier, one for a changed runtime."""
+    assert finding.deployment and finding.fingerprint and finding.runtime_key and finding.vllm
+    about = {
+        "deployment": finding.deployment,
+        "recipe": finding.recipe,
+        "version": finding.version,
+        "reasons": finding.reasons,
+    }
+    of_verifier = tuple(change for change in finding.changes if change != "runtime")
+    if of_verifier:
+        VerifierChanged.model_validate({**about, "fingerprint": finding.fingerprint, "changes": of_verifier}).emit()
+    if "runtime" in finding.changes:
+        EngineChanged.model_validate({**about, "runtime_key": finding.runtime_key, "vllm": finding.vllm}).emit()
