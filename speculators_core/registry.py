@@ -10,6 +10,7 @@ from speculators_core.types import Algorithm
 
 _MODULES = {
     "dflash": "speculators_core.algorithms.dflash",
+    "dflash2": "speculators_core.algorithms.dflash2",
     "dspark": "speculators_core.algorithms.dspark",
     "eagle3": "speculators_core.algorithms.eagle3",
     "peagle": "speculators_core.algorithms.peagle",

@@ -35,7 +35,7 @@ def render_card(card: ModelCard, config: Mapping[str, Any]) -> str:
         "verifier": f"`{verifier}`",
         "verifier fingerprint": f"`{card.verifier_fingerprint}`" if card.verifier_fingerprint else "not recorded",
         "tokens drafted at a time": str(section["proposal_methods"][0]["speculative_tokens"]),
-        "draft vocabulary": str(config["draft_vocab_size"]),
+        **({"draft vocabulary": str(config["draft_vocab_size"])} if "draft_vocab_size" in config else {}),
         **card.facts,
     }
     table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]

@@ -37,8 +37,8 @@ class SpeculatorsSection(StrictModel):
     verifier: VerifierReference
 
 
-class SpeculatorConfig(StrictModel):
-    """Keys that every draft has. There is no `model_type`: vLLM knows the format by its absence."""
+class SpeculatorsFormat(StrictModel):
+    """Keys that everything in this format has. There is no `model_type`: vLLM knows the format by its absence."""
 
     architectures: tuple[str, ...] = Field(min_length=1, description="class names of the format")
     dtype: Literal["bfloat16"] = Field(default="bfloat16", description="of the stored floats")
@@ -48,16 +48,27 @@ class SpeculatorConfig(StrictModel):
     tie_word_embeddings: Literal[False] = Field(default=False, description="embedding and head are separate tensors")
     transformer_layer_config: dict[str, Any] = Field(description="decoder configuration of the draft's layers")
     transformers_version: str = Field(description="version whose configuration keys are used")
-    draft_vocab_size: int = Field(ge=1, description="rows of the draft's head")
-    target_hidden_size: int | None = Field(default=None, description="verifier's hidden size where it differs")
 
     @model_validator(mode="after")
-    def _one_algorithm(self) -> SpeculatorConfig:
+    def _one_algorithm(self) -> SpeculatorsFormat:
         if self.speculators_config.algorithm != self.speculators_model_type:
             raise ValueError("speculators_config.algorithm and speculators_model_type differ")
         if "model_type" not in self.transformer_layer_config:
             raise ValueError("transformer_layer_config has no model_type")
         return self
+
+
+class SpeculatorConfig(SpeculatorsFormat):
+    """A draft with a vocabulary head of its own."""
+
+    draft_vocab_size: int = Field(ge=1, description="rows of the draft's head")
+    target_hidden_size: int | None = Field(default=None, description="verifier's hidden size where it differs")
+
+
+class NativeHeadConfig(SpeculatorsFormat):
+    """A verifier's own multi-token head (mtp): vLLM loads it from the verifier that it is stitched into."""
+
+    num_nextn_predict_layers: Literal[1] = Field(default=1, description="heads; there is one")
 
 
 class FeatureDraftConfig(SpeculatorConfig):
@@ -107,6 +118,15 @@ class BlockDraftConfig(SpeculatorConfig):
         return self
 
 
+class SelectingBlockDraftConfig(BlockDraftConfig):
+    """Blocks with convolutions along them, whose tokens are chosen by the token before (dflash2)."""
+
+    conv_kernel_size: int = Field(ge=1, description="slots that a convolution reaches")
+    conv_group_size: int = Field(ge=1, description="channels that share a dynamic kernel")
+    selector_rank: int = Field(ge=1, description="rank of the transition score")
+    selector_top_k: int = Field(ge=1, description="tokens that the selector chooses among")
+
+
 class CorrectedBlockDraftConfig(BlockDraftConfig):
     """Blocks whose logits are corrected by the token before, from left to right (dspark)."""
 
@@ -116,10 +136,12 @@ class CorrectedBlockDraftConfig(BlockDraftConfig):
     confidence_head_with_markov: bool = Field(description="which knows the token before")
 
 
-CONFIGS: dict[str, type[SpeculatorConfig]] = {
+CONFIGS: dict[str, type[SpeculatorsFormat]] = {
     "dflash": BlockDraftConfig,
+    "dflash2": SelectingBlockDraftConfig,
     "dspark": CorrectedBlockDraftConfig,
     "eagle3": FeatureDraftConfig,
+    "mtp": NativeHeadConfig,
     "peagle": ParallelFeatureDraftConfig,
 }
 """Configuration class by speculators_model_type."""

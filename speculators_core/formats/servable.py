@@ -13,8 +13,19 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from speculators_core.errors import FormatError
-from speculators_core.formats.config import CONFIGS, FeatureDraftConfig, ParallelFeatureDraftConfig, SpeculatorConfig
-from speculators_core.formats.servable_blocks import corrected_draft_tensors, masked_draft_tensors
+from speculators_core.formats.config import (
+    CONFIGS,
+    FeatureDraftConfig,
+    ParallelFeatureDraftConfig,
+    SpeculatorConfig,
+    SpeculatorsFormat,
+)
+from speculators_core.formats.native_head import check_native_head
+from speculators_core.formats.servable_blocks import (
+    corrected_draft_tensors,
+    masked_draft_tensors,
+    selecting_draft_tensors,
+)
 from speculators_core.formats.shapes import Shape, check_layer_config, layer_shapes
 from speculators_core.types import ExportedDraft
 
@@ -28,7 +39,7 @@ OPTIONAL = ("mask_embedding",)
 """Tensors that a draft may lack: vLLM skips this one, and reads it from a file of its own."""
 
 
-def parse_config(config: Mapping[str, Any]) -> SpeculatorConfig:
+def parse_config(config: Mapping[str, Any]) -> SpeculatorsFormat:
     """The typed config.json; FormatError says which key is wrong."""
     kind = config.get("speculators_model_type")
     if "model_type" in config:
@@ -51,10 +62,13 @@ def check_servable(draft: ExportedDraft) -> None:
     """Raise a FormatError that names everything vLLM would trip over (or misread in silence)."""
     config = parse_config(draft.config)
     problems: list[str] = []
-    expected = _EXPECTED[config.speculators_model_type](config, problems)
-    _compare(draft.tensors, expected, problems)
-    if not problems:
-        _check_vocabulary(draft.tensors, config, problems)
+    if isinstance(config, SpeculatorConfig):
+        expected = _EXPECTED[config.speculators_model_type](config, problems)
+        _compare(draft.tensors, expected, problems)
+        if not problems:
+            _check_vocabulary(draft.tensors, config, problems)
+    else:
+        check_native_head(draft.tensors, problems)
     if problems:
         raise FormatError(
             "vLLM would not serve this draft: " + "; ".join(problems[:6]), mend="export the draft again from its run"
@@ -118,6 +132,7 @@ def _parallel_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> di
 
 _EXPECTED: dict[str, Callable[[SpeculatorConfig, list[str]], dict[str, Shape]]] = {
     "dflash": masked_draft_tensors,
+    "dflash2": selecting_draft_tensors,
     "dspark": corrected_draft_tensors,
     "eagle3": _continuing_draft_tensors,
     "peagle": _parallel_draft_tensors,

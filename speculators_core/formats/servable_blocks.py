@@ -5,7 +5,12 @@ Rules read off `transformers_utils/configs/speculators/algos.py`, `models/qwen3_
 
 from __future__ import annotations
 
-from speculators_core.formats.config import BlockDraftConfig, CorrectedBlockDraftConfig, SpeculatorConfig
+from speculators_core.formats.config import (
+    BlockDraftConfig,
+    CorrectedBlockDraftConfig,
+    SelectingBlockDraftConfig,
+    SpeculatorConfig,
+)
 from speculators_core.formats.shapes import Shape, check_layer_config, layer_shapes
 
 
@@ -45,6 +50,30 @@ def masked_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dict[
     if tensors:
         tensors["mask_embedding"] = (layer["hidden_size"],)
     return tensors
+
+
+def selecting_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dict[str, Shape]:
+    """A draft that vLLM runs as `dflash` with convolutions and a selector, over the whole vocabulary."""
+    assert isinstance(config, SelectingBlockDraftConfig)
+    tensors = masked_draft_tensors(config, problems)
+    if not tensors:
+        return {}
+    layer, taps, rank = config.transformer_layer_config, config.conv_kernel_size, config.selector_rank
+    hidden, vocab = layer["hidden_size"], layer["vocab_size"]
+    if config.draft_vocab_size != vocab:
+        problems.append(f"draft_vocab_size {config.draft_vocab_size} is not the verifier's {vocab}")
+    if hidden % config.conv_group_size:
+        problems.append(f"conv_group_size {config.conv_group_size} does not divide the hidden size {hidden}")
+    for index in range(layer["num_hidden_layers"]):
+        for name in ("attention", "mlp"):
+            prefix, rows = f"layers.{index}.{name}_conv.", 2 * taps * (hidden // config.conv_group_size)
+            tensors[f"{prefix}base_kernel"] = (2, taps, hidden)
+            tensors[f"{prefix}kernel_projection.weight"] = (rows, hidden)
+    return tensors | {
+        "candidate_selector.predecessor_codebook": (vocab, rank),
+        "candidate_selector.successor_codebook": (vocab, rank),
+        "candidate_selector.hidden_projection.weight": (rank, hidden),
+    }
 
 
 def corrected_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dict[str, Shape]:

@@ -45,13 +45,28 @@ class UnrolledLoss:
 
     loss: Σ over terms and steps, float32 scalar · term_sums_SN float64: per step and term, Σ weights·ℓ without the
     term's own weight · correct_SU bool: the draft's argmax equals the verifier's · acceptance_SU float32:
-    Σ min(p, q), or None when it was not asked for.
+    Σ min(p, q), or None when it was not asked for · candidates: likewise.
     """
 
     loss: Tensor
     term_sums_SN: Tensor
     correct_SU: Tensor
     acceptance_SU: Tensor | None
+    candidates: Candidates | None = None
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The draft's K best tokens beside the verifier's choice.
+
+    best_SUK int64, best first · mass_SUK float32: the verifier's probability of each · target_U int64: the verifier's
+    best token · target_mass_U float32: its probability.
+    """
+
+    best_SUK: Tensor
+    mass_SUK: Tensor
+    target_U: Tensor
+    target_mass_U: Tensor
 
 
 def unrolled_loss(
@@ -66,6 +81,7 @@ def unrolled_loss(
     logit_scale: float = 1.0,
     chunk: int = DEFAULT_CHUNK,
     want_acceptance: bool = False,
+    want_candidates: int | None = None,
 ) -> UnrolledLoss:
     """Σ_s Σ_u weights[s, u] · ℓ(head · hidden[s][rows[s, u]], target_logits[u]).
 
@@ -80,19 +96,34 @@ def unrolled_loss(
         logit_scale: factor on the draft's logits.
         chunk: targets at a time.
         want_acceptance: also return Σ min(p, q) of each row.
+        want_candidates: also return that many best tokens of each row.
     """
     device = hidden_SRH[0].device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_SRH[0].dtype
-    plan = _Plan(target_logits, targets, tuple(terms), weigh, logit_scale, chunk, want_acceptance, compute)
+    candidates = _no_candidates(targets.rows_SU, want_candidates)
+    plan = _Plan(target_logits, targets, tuple(terms), weigh, logit_scale, chunk, want_acceptance, candidates, compute)
     sources = (head_DH, *hidden_SRH, *(() if tail_DC is None else (tail_DC,)))
     needs_grad = torch.is_grad_enabled() and any(source.requires_grad for source in sources)
     with torch.autocast(device, enabled=False):  # it would form even float32 dot products in bfloat16
         if not needs_grad:
-            return UnrolledLoss(*_run(plan, hidden_SRH, head_DH, tail_DC, None, None))
+            return UnrolledLoss(*_run(plan, hidden_SRH, head_DH, tail_DC, None, None), candidates)
         loss, sums_SN, correct_SU, acceptance_SU = _UnrolledLoss.apply(  # type: ignore[no-untyped-call]
             plan, head_DH, tail_DC, *hidden_SRH
         )
-    return UnrolledLoss(loss, sums_SN, correct_SU, acceptance_SU if want_acceptance else None)
+    return UnrolledLoss(loss, sums_SN, correct_SU, acceptance_SU if want_acceptance else None, candidates)
+
+
+def _no_candidates(rows_SU: Tensor, wanted: int | None) -> Candidates | None:
+    """Room for them: they are written while the loss is formed, and no gradient passes through them."""
+    if wanted is None:
+        return None
+    steps, count, device = *rows_SU.shape, rows_SU.device
+    return Candidates(
+        best_SUK=torch.zeros(steps, count, wanted, dtype=torch.int64, device=device),
+        mass_SUK=torch.zeros(steps, count, wanted, device=device),
+        target_U=torch.zeros(count, dtype=torch.int64, device=device),
+        target_mass_U=torch.zeros(count, device=device),
+    )
 
 
 @dataclass(frozen=True)
@@ -104,6 +135,7 @@ class _Plan:
     logit_scale: float
     chunk: int
     want_acceptance: bool
+    candidates: Candidates | None
     compute: torch.dtype
 
 
@@ -163,6 +195,9 @@ def _losses(
     for start in range(0, count, plan.chunk):
         window = slice(start, min(start + plan.chunk, count))
         verifier = Distribution(plan.target_logits(window))
+        if plan.candidates is not None:
+            plan.candidates.target_U[window] = verifier.top_N
+            plan.candidates.target_mass_U[window] = verifier.probs_ND.amax(dim=-1).float()
         for step in range(steps):
             targets_u, pair_verifier = torch.arange(window.start, window.stop, device=rows_SU.device), verifier
             present_u = rows_SU[step, window] >= 0
@@ -182,6 +217,10 @@ def _losses(
             correct_SU[step, targets_u] = pair.draft.agrees_N(pair_verifier) & present_u
             if acceptance_SU is not None:
                 acceptance_SU[step, targets_u] = pair.acceptance_N.float() * present_u
+            if plan.candidates is not None:
+                best_uK = torch.topk(logits_uD, plan.candidates.best_SUK.shape[-1], dim=-1).indices
+                plan.candidates.best_SUK[step, targets_u] = best_uK
+                plan.candidates.mass_SUK[step, targets_u] = pair_verifier.probs_ND.gather(1, best_uK).float()
             grad_uD: Tensor | None = None
             for number, term in enumerate(plan.terms):
                 loss_u, term_grad_uD = LOSSES[term.name](pair)

@@ -17,8 +17,8 @@ from speculators_core.formats.card import ModelCard
 from speculators_core.formats.directory import write_draft
 from speculators_core.formats.servable import check_servable
 from speculators_core.training.weights import start_from
-from speculators_core.types import Algorithm, StepResult
-from tests.unit.speculators_core.algorithms.tiny import LAYERS, pack, sample, vocabulary, write_verifier
+from speculators_core.types import Algorithm, DraftPlan, StepResult
+from tests.unit.speculators_core.algorithms.tiny import LAYERS, VOCAB, pack, sample, vocabulary, write_verifier
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,24 @@ def test_its_layers_are_ascending_and_distinct(algorithm: Algorithm) -> None:
         assert list(layers) == sorted(set(layers)) and layers[-1] < depth
 
 
+def takes_reduced_vocabulary(algorithm: Algorithm, verifier: Path) -> bool:
+    """What the algorithm says of a recipe with a reduced vocabulary, before anything runs."""
+    plan = DraftPlan(verifier, VOCAB, VOCAB // 2, row_tokens=1024, allow_unservable=True)
+    try:
+        algorithm.check(algorithm.config(), plan)
+    except ConfigError as error:
+        assert "draft_vocabulary" in str(error)
+        return False
+    return True
+
+
 @pytest.mark.parametrize("reduced", [True, False])
 def test_it_trains_walks_and_exports(algorithm: Algorithm, verifier: Path, reduced: bool) -> None:
     config = algorithm.config()
+    if reduced and not takes_reduced_vocabulary(algorithm, verifier):
+        with pytest.raises(ConfigError, match="draft_vocabulary"):
+            algorithm.build(config, verifier, vocabulary(), 0)
+        return
     model = algorithm.build(config, verifier, vocabulary() if reduced else None, 0)
     objective = algorithm.objective(config)
     row = objective.align(sample(20, [(6, 20)]))
@@ -75,6 +90,8 @@ def test_it_trains_walks_and_exports(algorithm: Algorithm, verifier: Path, reduc
 def test_training_begins_from_a_draft_with_the_new_verifiers_parts(
     algorithm: Algorithm, verifier: Path, reduced: bool, tmp_path: Path
 ) -> None:
+    if reduced and not takes_reduced_vocabulary(algorithm, verifier):
+        pytest.skip("its vocabulary is always the verifier's")
     config, tokens = algorithm.config(), vocabulary() if reduced else None
     old = algorithm.build(config, verifier, tokens, 1)
     with torch.no_grad():

@@ -9,8 +9,10 @@ import torch
 
 from tests.parity.golden import GoldenCase, cases
 from tests.parity.golden_dflash import run_dflash
+from tests.parity.golden_dflash2 import run_dflash2
 from tests.parity.golden_dspark import run_dspark
 from tests.parity.golden_eagle3 import run_eagle3
+from tests.parity.golden_mtp import run_mtp
 from tests.parity.golden_peagle import run_peagle
 
 COUNTS = re.compile(r"(_acc(_\d+)?|^accuracy|^eal)$")
@@ -18,8 +20,10 @@ COUNTS = re.compile(r"(_acc(_\d+)?|^accuracy|^eal)$")
 
 RUNNERS = {
     "dflash": run_dflash,
+    "dflash2": run_dflash2,
     "dspark": run_dspark,
     "eagle3": run_eagle3,
+    "mtp": run_mtp,
     "peagle": run_peagle,
 }
 

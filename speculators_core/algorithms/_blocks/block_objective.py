@@ -64,11 +64,6 @@ class LearnedBlocks:
         """[S, M] to [S, U], zero where no block meets the target."""
         return torch.where(self.rows_SU >= 0, at_targets(values_SM, self.rows_SU), 0.0)
 
-    def tokens_after(self, input_ids_T: Tensor, links: int) -> Tensor:
-        """int64 [S, M]: token p + s of each block, which is known when link s is drafted; 0 past the row's end."""
-        padded_TP = functional.pad(input_ids_T, (0, links))
-        return torch.stack([padded_TP[self.blocks.anchors_M + link] for link in range(links)])
-
 
 def possible_links(knobs: BlockKnobs, batch: Batch) -> tuple[Tensor, Tensor]:
     """bool [T] rows that may be anchors, and bool [S, T] links that count there.
@@ -169,6 +164,7 @@ def block_loss(
     tail_DC: Tensor | None = None,
     terms: Sequence[LossTerm] | None = None,
     want_acceptance: bool = False,
+    want_candidates: int | None = None,
 ) -> UnrolledLoss:
     """Σ_links weight · ℓ / denominator over the learned blocks, with the weights that the knobs ask for.
 
@@ -177,6 +173,7 @@ def block_loss(
         tail_DC: trained columns beside the draft's head.
         terms: in place of the knobs' own loss.
         want_acceptance: also Σ min(p, q) of each link.
+        want_candidates: also that many best tokens of each link.
     """
     knobs = draft.knobs
     denominator = guarded(knobs, denominators, learned.counted_SM)
@@ -192,6 +189,7 @@ def block_loss(
         logit_scale=draft.draft_logit_scale,
         chunk=knobs.loss_chunk,
         want_acceptance=want_acceptance,
+        want_candidates=want_candidates,
     )
 
 
@@ -208,6 +206,12 @@ def _target_logits(
     logits: Callable[[Tensor, torch.dtype], Tensor], last_UH: Tensor, compute: torch.dtype, window: slice
 ) -> Tensor:
     return logits(last_UH[window], compute)
+
+
+def previous_tokens(input_ids_T: Tensor, anchors_M: Tensor, links: int) -> Tensor:
+    """int64 [M, S]: the row's token before the one that each link is asked for; 0 past the row's end."""
+    padded_TP = functional.pad(input_ids_T, (0, links))
+    return padded_TP[anchors_M[:, None] + torch.arange(links, device=anchors_M.device)]
 
 
 def share_of(knobs: BlockKnobs, batch: Batch, denominators: Tensor) -> float:

@@ -27,7 +27,7 @@ class MarkovHead(nn.Module):
         self.rank, self.kind = rank, kind
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, draft_size, bias=False)
-        self.markov_w2.weight.is_vocabulary = True  # type: ignore[assignment]
+        self.markov_w2.weight.is_vocabulary = True  # type: ignore[attr-defined]
         if kind == "gated":
             self.gate_proj = nn.Linear(hidden_size + rank, rank)
         elif kind == "rnn":

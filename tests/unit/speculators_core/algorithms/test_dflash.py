@@ -174,7 +174,7 @@ def test_the_perfect_draft_has_no_loss_and_is_always_right(verifier: Path) -> No
     assert teacher is not None
     batch = pack([objective.align(sample(14, [(6, 14)]))], 14)
     states = batch.last_TH * torch.rsqrt(batch.last_TH.square().mean(-1, keepdim=True) + teacher.eps) * teacher.norm
-    model.forward = lambda ids, pos, aux, blocks: torch.stack(  # type: ignore[method-assign]
+    model.forward = lambda input_ids_T, position_ids_T, aux_TAH, blocks: torch.stack(  # type: ignore[method-assign]
         [states[(blocks.anchors_M + link).clamp_max(13)] for link in range(4)], dim=1
     )
     with torch.no_grad():
