@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from flows import cli_bench, cli_data, cli_deploy, cli_gc, cli_plan, cli_registry, cli_runtime
+from flows import cli_bench, cli_data, cli_deploy, cli_gc, cli_parity, cli_plan, cli_registry, cli_runtime
 from flows.cli_support import (
     NO_OVERRIDES,
     JsonOption,
@@ -40,6 +40,7 @@ app.add_typer(cli_runtime.app, name="runtime")
 cli_plan.add_to(app)
 cli_deploy.add_to(app)
 cli_registry.add_to(app)
+cli_parity.add_to(app)
 cli_gc.add_to(app)
 
 

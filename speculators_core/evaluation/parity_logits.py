@@ -6,8 +6,8 @@ the same draft directory is loaded into the algorithm's own module and fed the s
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -21,8 +21,6 @@ from speculators_core import registry
 from speculators_core.errors import EvaluationError, FormatError
 from speculators_core.formats.directory import read_draft
 from speculators_core.types import Algorithm, DraftContext, ExportedDraft, Replay, StrictModel
-
-log = logging.getLogger(__name__)
 
 TOLERANCE = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.03}
 """Largest norm of the difference that one position's logits may have, as a part of the norm of the engine's, by the
@@ -98,13 +96,71 @@ class LogitParity(StrictModel):
         return text
 
 
+@dataclass(frozen=True)
+class ServedDraft:
+    """A draft directory with the algorithm whose module repeats what it drafts."""
+
+    exported: ExportedDraft
+    algorithm: Algorithm
+    seam: Replay
+    verifier_dir: Path
+
+    @classmethod
+    def open(cls, draft_dir: Path, verifier_dir: Path) -> ServedDraft:
+        """Read a draft, ours to believe as it lies there; `verifier_dir` gives the frozen parts' shapes.
+
+        Raises:
+            FormatError: it cannot be read, or names no algorithm of ours.
+            EvaluationError: its algorithm has no replay yet.
+        """
+        exported = read_draft(draft_dir)
+        name = exported.config.get("speculators_model_type")
+        if name not in registry.names():
+            raise FormatError(f"{draft_dir}/config.json names the algorithm {name!r}", mend="name a draft's directory")
+        algorithm = registry.resolve(str(name))
+        if algorithm.replay is None:
+            raise EvaluationError(f"draft logits of {name} cannot be replayed yet")
+        return cls(exported, algorithm, algorithm.replay, verifier_dir)
+
+    def module(self, *, turned: str | None = None) -> nn.Module:
+        """The module that is trained, with the draft's tensors in it.
+
+        Args:
+            turned: a boolean knob to turn the other way; tensors that only one of the two ways has are left alone.
+
+        Raises:
+            FormatError: tensors are missing, unknown, or of another shape.
+        """
+        config, tensors = self.seam.config(self.exported.config), self.exported.tensors
+        if turned is not None:
+            config = type(config).model_validate(config.model_dump() | {turned: not getattr(config, turned)})
+        vocabulary = None
+        if "d2t" in tensors:
+            from speculators_core.data.vocabulary import DraftVocabulary
+
+            vocabulary = DraftVocabulary(d2t=tensors["d2t"], t2d=tensors["t2d"])
+        model = self.algorithm.build(config, self.verifier_dir, vocabulary, 0).eval()
+        mine = {name: value for name, value in model.state_dict().items() if not name.startswith("teacher.")}
+        shared = sorted(mine.keys() & tensors.keys())
+        odd = [f"{n}: {list(tensors[n].shape)}" for n in shared if tensors[n].shape != mine[n].shape]
+        if turned is None:
+            odd += [f"{name} is missing" for name in sorted(mine.keys() - tensors.keys())]
+            odd += [f"{name} is unknown" for name in sorted(tensors.keys() - mine.keys())]
+        if odd:
+            raise FormatError(
+                f"the draft's tensors are not those of its config.json: {'; '.join(odd[:4])}",
+                mend="export the draft again",
+            )
+        with torch.no_grad():
+            for name in shared:
+                mine[name].copy_(tensors[name])
+        return model
+
+
 def replay(recording: Path, draft_dir: Path, verifier_dir: Path, *, dtype: str, max_steps: int = 256) -> LogitParity:
-    """Feed a recording through our module of the draft and compare.
+    """Feed a probe's recording through our module of the draft and compare.
 
     Args:
-        recording: directory of the engine's probe.
-        draft_dir: the draft, as we believe it to be served.
-        verifier_dir: its verifier, for the frozen parts' shapes.
         dtype: that the engine computed in.
         max_steps: replay no more than this many.
 
@@ -112,76 +168,42 @@ def replay(recording: Path, draft_dir: Path, verifier_dir: Path, *, dtype: str, 
         EvaluationError: nothing was recorded that could be replayed, or the algorithm has no replay yet.
         FormatError: the draft cannot be read, or is not one of ours.
     """
-    draft = read_draft(draft_dir)
-    algorithm = algorithm_of(draft, draft_dir)
-    seam = algorithm.replay
-    if seam is None:
-        raise EvaluationError(f"draft logits of {algorithm.name} cannot be replayed yet")
-    steps = _read(recording, max_steps)
-    model = load_module(draft, algorithm, verifier_dir)
-    found = compare(steps, model, seam, algorithm=algorithm.name, dtype=dtype)
-    if found.holds:
-        return found
-    return found.model_copy(update={"explained_by": _explain(found, steps, draft, algorithm, seam, verifier_dir)})
+    draft = ServedDraft.open(draft_dir, verifier_dir)
+    return replay_steps(read_steps(recording, max_steps), draft, dtype)[0]
 
 
-def algorithm_of(draft: ExportedDraft, where: Path) -> Algorithm:
-    """The algorithm that a draft's config.json names; FormatError when it names none."""
-    name = draft.config.get("speculators_model_type")
-    if name not in registry.names():
-        raise FormatError(f"{where}/config.json names the algorithm {name!r}", mend="name a draft's directory")
-    return registry.resolve(str(name))
-
-
-def load_module(
-    draft: ExportedDraft, algorithm: Algorithm, verifier_dir: Path, *, turned: str | None = None
-) -> nn.Module:
-    """The module that is trained, with an exported draft's tensors in it.
-
-    Args:
-        turned: a boolean knob to turn the other way; tensors that only one of the two ways has are left alone.
+def replay_steps(steps: Sequence[ProbedStep], draft: ServedDraft, dtype: str) -> tuple[LogitParity, list[Tensor]]:
+    """The comparison over steps in memory, and what we would have drafted in each, fed as the engine was: int64 [K].
 
     Raises:
-        FormatError: tensors are missing, unknown, or of another shape.
+        FormatError: the draft's tensors are not those of its config.json.
     """
-    assert algorithm.replay is not None
-    config = algorithm.replay.config(draft.config)
-    if turned is not None:
-        config = type(config).model_validate(config.model_dump() | {turned: not getattr(config, turned)})
-    vocabulary = None
-    if "d2t" in draft.tensors:
-        from speculators_core.data.vocabulary import DraftVocabulary
-
-        vocabulary = DraftVocabulary(d2t=draft.tensors["d2t"], t2d=draft.tensors["t2d"])
-    model = algorithm.build(config, verifier_dir, vocabulary, 0).eval()
-    mine = {name: value for name, value in model.state_dict().items() if not name.startswith("teacher.")}
-    odd = [f"{name} is missing" for name in mine.keys() - draft.tensors.keys()]
-    odd += [f"{name} is unknown" for name in draft.tensors.keys() - mine.keys()]
-    shared = mine.keys() & draft.tensors.keys()
-    shapes = [
-        f"{name}: {list(draft.tensors[name].shape)}" for name in shared if draft.tensors[name].shape != mine[name].shape
-    ]
-    if shapes or (odd and turned is None):
-        raise FormatError(
-            f"the draft's tensors are not those of its config.json: {'; '.join(sorted(odd + shapes)[:4])}",
-            mend="export the draft again",
-        )
-    with torch.no_grad():
-        for name in shared:
-            mine[name].copy_(draft.tensors[name])
-    return model
+    found, choices = _compare(steps, draft, draft.module(), dtype)
+    if found.holds:
+        return found, choices
+    for name in draft.seam.conventions:
+        try:
+            model = draft.module(turned=name)
+        except ValueError:  # excluded by another knob
+            continue
+        if _compare(steps[:_TRIED_STEPS], draft, model, dtype)[0].holds:
+            return found.model_copy(update={"explained_by": name}), choices
+    return found, choices
 
 
-def compare(steps: Sequence[ProbedStep], model: nn.Module, seam: Replay, *, algorithm: str, dtype: str) -> LogitParity:
-    """Compare every step's logits with what our module makes of the same inputs."""
+def _compare(
+    steps: Sequence[ProbedStep], draft: ServedDraft, model: nn.Module, dtype: str
+) -> tuple[LogitParity, list[Tensor]]:
     tolerance = TOLERANCE.get(dtype, TOLERANCE["bfloat16"])
     rows: list[_Rows] = []
+    choices: list[Tensor] = []
     with torch.inference_mode():
         for step in steps:
-            ours_KV = seam.logits(model, DraftContext(step.fed_ids, step.features), step.drafted)
+            ours_KV = draft.seam.logits(model, DraftContext(step.fed_ids, step.features), step.drafted)
             rows.append(_Rows.of(step.logits.float(), ours_KV.float(), step.drafted, tolerance))
-    return LogitParity(
-        algorithm=algorithm,
+            choices.append(ours_KV.argmax(dim=-1))
+    parity = LogitParity(
+        algorithm=draft.algorithm.name,
         dtype=dtype,
         requests=len({step.request_id for step in steps}),
         steps=len(steps),
@@ -191,6 +213,7 @@ def compare(steps: Sequence[ProbedStep], model: nn.Module, seam: Replay, *, algo
         same_drafts=sum(bool((row.agreed | row.tied).all()) for row in rows),
         tied_steps=sum(bool(row.tied.any()) for row in rows),
     )
+    return parity, choices
 
 
 class _Rows:
@@ -231,26 +254,8 @@ def _position(k: int, rows: Iterable[_Rows]) -> PositionParity:
     )
 
 
-def _explain(
-    found: LogitParity,
-    steps: Sequence[ProbedStep],
-    draft: ExportedDraft,
-    algorithm: Algorithm,
-    seam: Replay,
-    verifier_dir: Path,
-) -> str | None:
-    """The one knob whose other way makes a few steps agree."""
-    for name in seam.conventions:
-        try:
-            model = load_module(draft, algorithm, verifier_dir, turned=name)
-        except ValueError:  # excluded by another knob
-            continue
-        if compare(steps[:_TRIED_STEPS], model, seam, algorithm=found.algorithm, dtype=found.dtype).holds:
-            return name
-    return None
-
-
-def _read(recording: Path, max_steps: int) -> list[ProbedStep]:
+def read_steps(recording: Path, max_steps: int) -> list[ProbedStep]:
+    """Steps of a recording that can be replayed, in order. EvaluationError where there are none."""
     try:
         steps = list(islice(follow_requests(read_batches(recording)), max_steps))
     except ConnectorError as error:

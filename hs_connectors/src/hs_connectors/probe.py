@@ -88,14 +88,15 @@ class ProbedBatch:
 class ProbedStep:
     """One drafting step of one request, with all that the draft has been fed of it so far.
 
-    fed_ids int64 [T]: the token *after* each position, as a shifting drafter reads it; the last is the newest ·
-    positions int64 [T], from 0 without a gap · features [T, F] · drafted int64 [K] · logits [K, V].
+    token_ids int64 [T]: the verifier's tokens at positions 0 to T − 1 · fed_ids int64 [T]: the token *after* each
+    position, as a shifting drafter reads it; the last is the newest · features [T, F] · drafted int64 [K] ·
+    logits [K, V].
     """
 
     request_id: str
     number: int
+    token_ids: Tensor
     fed_ids: Tensor
-    positions: Tensor
     features: Tensor
     drafted: Tensor
     logits: Tensor
@@ -140,8 +141,8 @@ def follow_requests(batches: Iterable[ProbedBatch]) -> Iterator[ProbedStep]:
             yield ProbedStep(
                 request_id=request_id,
                 number=number,
+                token_ids=context.token_ids,
                 fed_ids=context.fed_ids,
-                positions=torch.arange(len(context.fed_ids)),
                 features=context.features,
                 drafted=batch.drafted[index],
                 logits=batch.logits[index],
@@ -152,6 +153,7 @@ class _Context:
     """What the draft's cache holds of one request."""
 
     def __init__(self) -> None:
+        self.token_ids = torch.empty(0, dtype=torch.int64)
         self.fed_ids = torch.empty(0, dtype=torch.int64)
         self.features = torch.empty(0)
 
@@ -166,6 +168,7 @@ class _Context:
         # the engine feeds the next token of each row, and to the last one what the verifier has just chosen
         fed = torch.cat([batch.token_ids[rows][1:], batch.next_token_ids[index : index + 1]])
         self.fed_ids = torch.cat([self.fed_ids[:first], fed])
+        self.token_ids = torch.cat([self.token_ids[:first], batch.token_ids[rows]])
         before = self.features[:first] if first else batch.features[:0]
         self.features = torch.cat([before, batch.features[rows]])
         return True

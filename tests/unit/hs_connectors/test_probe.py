@@ -76,7 +76,7 @@ def test_a_request_is_followed_over_chunks_and_rejected_tokens() -> None:
     last = steps[-1]
     assert last.fed_ids.tolist() == [2, 3, 4, 5, 8, 1]
     expected = torch.cat([first.features[:3], second.features[3:5], third.features])
-    assert torch.equal(last.features, expected) and last.positions.tolist() == list(range(6))
+    assert torch.equal(last.features, expected) and last.token_ids.tolist() == [1, 2, 3, 4, 5, 8]
     assert torch.equal(last.drafted, third.drafted[0]) and torch.equal(last.logits, third.logits[0])
     assert steps[2].fed_ids.tolist() == [6, 7]
 
