@@ -13,6 +13,7 @@ _MODULES = {
     "dflash2": "speculators_core.algorithms.dflash2",
     "dspark": "speculators_core.algorithms.dspark",
     "eagle3": "speculators_core.algorithms.eagle3",
+    "mtp": "speculators_core.algorithms.mtp",
     "peagle": "speculators_core.algorithms.peagle",
 }
 
