@@ -57,6 +57,11 @@ def retrain(
         return
     settings = prepare_environment()
     loaded = load(recipe, overrides)
+    if loaded.runtime.url is not None:
+        raise ConfigError(
+            "retrain serves a draft that does not exist yet, and the recipe's runtime is a server of somebody else",
+            mend="give `runtime` an interpreter, and the server's URL to `capture.runtime`",
+        )
     from tasks.adapters.prefect_server import prefect_api
 
     with prefect_api(settings) as api:

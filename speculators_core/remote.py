@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from speculators_core.engine.config import ServerSpec
 from speculators_core.engine.remote import CaptureTerms, greet
 from speculators_core.errors import ConfigError
-from speculators_core.evaluation.served import drafted_tokens
+from speculators_core.evaluation.served import draft_digest, drafted_tokens, served_name
 from speculators_core.states.capture import capture_server
 from speculators_core.states.handshake import at_store, server_command, shake_hands
 
@@ -94,6 +94,7 @@ def draft_command(run: Run, draft: Path, *, model: str | None = None) -> list[st
         enforce_eager=config.enforce_eager,
         speculative={"num_speculative_tokens": config.k or drafted_tokens(draft)},
         per_request_metrics=True,
+        extra_args=("--served-model-name", served_name(draft_digest(draft))),
         trust_remote_code=run.recipe.verifier.trust_remote_code,
     )
     return server_command(spec, run.recipe.runtime.url)

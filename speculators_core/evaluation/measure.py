@@ -34,7 +34,7 @@ from speculators_core.evaluation.records import (
 )
 from speculators_core.evaluation.report import Divergence, Identity, PromptCounts, write_jsonl, write_text
 from speculators_core.evaluation.runs import Conditions, Run, generation_requests, run_prompts, warm_up
-from speculators_core.evaluation.served import draft_digest, drafted_tokens, served_directory
+from speculators_core.evaluation.served import draft_digest, drafted_tokens, require_served, served_directory
 from speculators_core.types import ProgressCallback
 
 log = logging.getLogger(__name__)
@@ -107,6 +107,8 @@ def measure_draft(
         vllm=info.vllm,
         prompts=prompts_digest(chosen),
     )
+    if conditions.runtime.url is not None:
+        require_served(conditions.runtime.url, identity.draft)
     expected = None if baseline is None else _expected_replies(baseline, chosen, config, identity)
     started = time.monotonic()
     with (

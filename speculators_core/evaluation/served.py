@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from speculators_core.errors import FormatError
+from speculators_core.engine.client import EngineClient
+from speculators_core.errors import EvaluationError, FormatError
 
 
 def drafted_tokens(draft_dir: Path) -> int:
@@ -36,6 +37,27 @@ def draft_digest(draft_dir: Path) -> str:
         with path.open("rb") as file:
             digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()
+
+
+def served_name(digest: str) -> str:
+    """Name under which a server of somebody else offers the draft of that digest: how it says what it serves."""
+    return f"draft-{digest[:16]}"
+
+
+def require_served(url: str, digest: str) -> None:
+    """Refuse to measure one draft and write it down for another.
+
+    Raises:
+        EvaluationError: the server at the URL offers something else than the draft of that digest.
+        EngineError: nobody answers.
+    """
+    with EngineClient(url, timeout_s=10) as client:
+        found = client.model_name()
+    if found != served_name(digest):
+        raise EvaluationError(
+            f"the server at {url} serves {found!r}, and {served_name(digest)!r} is to be measured",
+            mend="start it with what `draftsmith runtime flags RECIPE --draft DIR` prints for that draft",
+        )
 
 
 @contextmanager

@@ -47,6 +47,7 @@ def test_help_names_every_stage_and_imports_nothing_heavy() -> None:
         (("promote", "chat", "1", "--force"), 2, "--force needs a reason"),
         (("rollback", "chat"), 1, "there is no registry at"),
         (("matrix", "chat", "--test", "1"), 2, "go together"),
+        (("runtime", "flags", DEMO), 2, "names no server of somebody else"),
         (("frobnicate",), 2, "No such command"),
     ],
 )
