@@ -22,7 +22,7 @@ from speculators_core.provenance import versions
 from speculators_core.store import Store
 from speculators_core.types import ArtifactRef, Json, ProgressCallback, StrictModel
 from speculators_core.verifier.facts import VerifierFacts, read_facts
-from speculators_core.verifier.files import VerifierFiles, open_verifier
+from speculators_core.verifier.files import HUB_ID, VerifierFiles, open_verifier
 from speculators_core.verifier.fingerprint import Description, Fingerprint, describe, remember
 
 log = logging.getLogger(__name__)
@@ -105,6 +105,14 @@ class Run:
     def verifier(self) -> Path:
         """The verifier's directory, absolute; one on a hub or below a URL is fetched first."""
         return self.verifier_files.local(weights=True)
+
+    @cached_property
+    def published_name(self) -> str:
+        """What a draft calls its verifier: the recipe's `publish_as`, a hub's id, or the directory."""
+        verifier = self.recipe.verifier
+        found = HUB_ID.match(verifier.path)
+        hub_id = found["id"] if found and not Path(verifier.path).expanduser().exists() else None
+        return verifier.publish_as or hub_id or str(self.verifier)
 
     @cached_property
     def facts(self) -> VerifierFacts:

@@ -142,7 +142,7 @@ def train(run: Run, states: ArtifactRef) -> StageResult:
 
 def export(run: Run, training: ArtifactRef) -> StageResult:
     """The best checkpoint as vLLM loads it, under the verifier's published name."""
-    publish = run.recipe.verifier.publish_as or str(run.verifier)
+    publish = run.published_name
     card = model_card(run)
     inputs = {"training": training.digest, "verifier": run.fingerprint.digest}
     settings: dict[str, Json] = {"name": publish, "card": card.model_dump(mode="json")}

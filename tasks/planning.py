@@ -19,9 +19,9 @@ from speculators_core.data.prepare import digest_sources
 from speculators_core.engine.runtime import Runtime, probe_runtime
 from speculators_core.errors import ConfigError, PlanError, RegistryError
 from speculators_core.lifecycle.changes import Action, Decision, OnChange, Proven, World, decide_action
-from speculators_core.lifecycle.matrix import FINGERPRINT_TAG
+from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, RUNTIME_TAG
 from speculators_core.lifecycle.plan import Facts, Plan, moved
-from speculators_core.lifecycle.promotion import CHAMPION
+from speculators_core.lifecycle.promotion import CHAMPION, audit_log, may_serve
 from speculators_core.run import Run, WarmStart
 from speculators_core.types import StrictModel
 from speculators_core.verifier.difference import PartChange, difference
@@ -55,15 +55,20 @@ class Situation:
         return world_of(self.run)
 
     @cached_property
+    def serving(self) -> str | None:
+        """The version that serves."""
+        return serving_version(self.view, self.run.home)
+
+    @cached_property
     def proven(self) -> Proven | None:
         """What the champion was proven on; None where nothing serves."""
-        version = self.view.version_of(CHAMPION)
+        version = self.serving
         return None if version is None else proven_version(self.view, version, self.before)
 
     @cached_property
     def before(self) -> Description | None:
         """The champion's verifier as it was, where this state root has seen it."""
-        version = self.view.version_of(CHAMPION)
+        version = self.serving
         digest = self.view.tags[version].get(FINGERPRINT_TAG) if version else None
         return recall(digest, self.run.home) if digest else None
 
@@ -89,7 +94,7 @@ class Situation:
             runtime=run.runtime.key,
             vllm=run.runtime.vllm,
             sources=digest_sources(run.recipe.data.sources, home=run.home),
-            champion=self.view.version_of(CHAMPION),
+            champion=self.serving,
         )
 
     def warm_start(self, action: Action) -> WarmStart | None:
@@ -100,6 +105,23 @@ class Situation:
         if tags.get(ALGORITHM_TAG) != self.run.recipe.algorithm["kind"] or DRAFT_TAG not in tags:
             return None
         return WarmStart(digest=tags[DRAFT_TAG], path=None, head=action != "retrain-new-head")
+
+
+def serving_version(view: ModelView, home: Path) -> str | None:
+    """What serves by promotion's rules: `champion`, or what served before other hands moved it to an unproven version.
+
+    Only looks: following such a move, and writing it down, is `promotion.settle`'s business.
+    """
+    champion = view.version_of(CHAMPION)
+    moves = [entry for entry in audit_log(home, view.model) if entry.state == "done" and entry.action != "refuse"]
+    ours = moves[-1].to_version if moves else None
+    if champion == ours:
+        return champion
+    tags = view.tags.get(champion or "", {})
+    pair = {"verifier_fingerprint": tags.get(FINGERPRINT_TAG, ""), "runtime_key": tags.get(RUNTIME_TAG, "")}
+    if may_serve(tags, **pair)[0]:
+        return champion
+    return ours if ours in view.tags else None
 
 
 def world_of(run: Run) -> World:
@@ -189,7 +211,7 @@ def explain_model(model: str, runtime: Runtime) -> Staleness:
         VerifierError, EngineError: verifier or runtime cannot be read.
     """
     view, home = look(settings(), model), settings().home
-    version = view.version_of(CHAMPION)
+    version = serving_version(view, home)
     if version is None:
         known = f"it has versions {', '.join(view.tags)}" if view.tags else "there is no such model"
         raise RegistryError(f"nothing of {model} serves: {known}", mend="name a recipe, or promote a version first")
@@ -220,7 +242,7 @@ def staleness(model: str, version: str | None, decision: Decision, details: tupl
 
 def planner_of(situation: Situation, warm: WarmStart | None) -> Planner:
     """A planner of what happens in a situation, starting from these weights."""
-    version = situation.view.version_of(CHAMPION)
+    version = situation.serving
     tags = situation.view.tags.get(version or "", {})
     champion = None if version is None else Champion(version=version, draft=tags.get(DRAFT_TAG))
     return Planner(replace(situation.run, warm_start=warm), champion)
@@ -254,4 +276,4 @@ class Staleness(StrictModel):
 def explain(recipe: Recipe) -> Staleness:
     """Say whether the recipe's champion is stale, and why."""
     situation = Situation.of(recipe)
-    return staleness(recipe.deployment, situation.view.version_of(CHAMPION), situation.decision, situation.details)
+    return staleness(recipe.deployment, situation.serving, situation.decision, situation.details)

@@ -305,7 +305,7 @@ def verifier_uri(run: Run) -> str:
 
 def verifier_name(run: Run) -> str:
     """Hub id where the recipe names one, else the directory's name."""
-    return run.recipe.verifier.publish_as or run.verifier.name
+    return run.published_name if not Path(run.published_name).is_absolute() else Path(run.published_name).name
 
 
 def summarise(

@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from speculators_core.config import load_recipe
+from speculators_core.lifecycle.promotion import settle
 from tasks.adapters.aliases import MlflowAliases
 from tasks.adapters.registry_view import look
 from tasks.adapters.tracking import Tracking
+from tasks.planning import serving_version
 from tests.integration.planning_world import MODEL, TEMPLATE, World, serve_runtime
 
 
@@ -109,3 +111,17 @@ def test_diff_names_parts_and_tensors(world: World) -> None:
     assert [change["part"] for change in found["changes"]] == ["weights"]
     assert found["tensors"]["changed"] == ["model.norm.weight"] and found["tensors"]["values_compared"]
     assert world.say("diff", str(other), str(other)) == "no difference: a draft for one fits the other\n"
+
+
+def test_what_other_hands_moved_to_an_unproven_version_does_not_count(world: World) -> None:
+    world.register()
+    unproven = world.register(**{"gate.outcome": "fail"})
+    home = world.home
+    assert serving_version(look(world.settings, MODEL), home) is None, "nothing of ours ever served here"
+    tracking = Tracking(world.settings)
+    tracking.client.set_registered_model_alias(MODEL, "champion", "1")
+    registry = MlflowAliases(tracking, actor="test")
+    settle(registry, MODEL, pair=None, home=home)
+    registry.set_alias(MODEL, "champion", unproven)
+    assert serving_version(look(world.settings, MODEL), home) == "1"
+    assert settle(registry, MODEL, pair=None, home=home).version == "1", "promotion says the same"
