@@ -198,11 +198,16 @@ def rollback(
                 f"the champion of {model} is {_named(champion)}, not {_named(expected)}: it was moved meanwhile",
                 mend="look at `draftsmith history` before rolling back",
             )
-        served = _served(entries)
-        target = registry.get_alias(model, PREVIOUS) if served in (None, champion) else served
-        if target is None or target == champion:
-            raise RegistryError(f"{model} has no previous version to roll back to", mend="promote a version by name")
-        check(target, registry.tags(model, target))
+        before = [_served(entries), registry.get_alias(model, PREVIOUS)]  # a hand-made move is undone first
+        known = [version for version in before if version is not None and version != champion]
+        tags = {version: found for version in known if (found := _tags_or_none(registry, model, version)) is not None}
+        if not tags:
+            gone = f": version {', '.join(known)} was deleted" if known else ""
+            raise RegistryError(
+                f"{model} has no previous version to roll back to{gone}", mend="promote a version by name"
+            )
+        target = next(iter(tags))
+        check(target, tags[target])
         entry = _entry(model, "rollback", champion, target, who, why)
         _move(registry, home, entry)
         return _promotion(entry)
@@ -277,14 +282,12 @@ def _settle(registry: AliasRegistry, model: str, pair: tuple[str, str] | None, h
         return Settled(version=served, alias=champion, reason="the last move was ours", news=False)
     allowed, reason = False, "the alias was removed"
     if champion is not None:
-        try:
-            tags = registry.tags(model, champion)
+        tags = _tags_or_none(registry, model, champion)
+        if tags is None:
+            reason = "there is no such version"
+        else:
             fingerprint, runtime = pair or (tags.get(FINGERPRINT_TAG, ""), tags.get(RUNTIME_TAG, ""))
             allowed, reason = may_serve(tags, verifier_fingerprint=fingerprint, runtime_key=runtime)
-        except RegistryError as error:
-            if not _gone(registry, model, champion):
-                raise
-            reason = error.what
     action: Action = "follow" if allowed else "refuse"
     why = f"`{CHAMPION}` was moved by other hands: {reason}"
     entry = _entry(model, action, served, champion, "unknown", why)
@@ -299,9 +302,13 @@ def _settle(registry: AliasRegistry, model: str, pair: tuple[str, str] | None, h
     return Settled(version=served, alias=champion, reason=why, news=news)
 
 
-def _gone(registry: AliasRegistry, model: str, version: str) -> bool:
-    """Whether the registry answers, so that its refusal to show a version means that there is none."""
-    return registry.get_alias(model, CHAMPION) == version
+def _tags_or_none(registry: AliasRegistry, model: str, version: str) -> Mapping[str, str] | None:
+    """Tags of a version, None where there is none; RegistryError only where the registry is away."""
+    try:
+        return registry.tags(model, version)
+    except RegistryError:
+        registry.get_alias(model, CHAMPION)  # it answers, so the version is gone
+        return None
 
 
 def _entry(

@@ -281,7 +281,7 @@ def test_a_rollback_to_a_version_that_is_gone_moves_nothing(registry, tmp_path):
     move(registry, "1", None, tmp_path)
     move(registry, "2", "1", tmp_path)
     del registry.versions["1"]
-    with pytest.raises(RegistryError, match="no version 1"):
+    with pytest.raises(RegistryError, match="version 1 was deleted"):
         rollback(registry, "chat", expected="2", who="t", why="w", home=tmp_path)
     assert registry.get_alias("chat", CHAMPION) == "2"
 
