@@ -114,11 +114,14 @@ class EngineClient:
         """Close the connections; requests in flight fail."""
         self._http.close()
 
+    def model_names(self) -> tuple[str, ...]:
+        """Every name under which the server offers its model."""
+        return tuple(str(model["id"]) for model in self._json("GET", "/v1/models")["data"])
+
     def model_name(self) -> str:
-        """Name under which the server offers its (first) model."""
+        """The first of them."""
         if self._model_name is None:
-            models = self._json("GET", "/v1/models")["data"]
-            self._model_name = str(models[0]["id"])
+            self._model_name = self.model_names()[0]
         return self._model_name
 
     def health(self) -> bool:

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from speculators_core.engine.diagnose import diagnose
 from speculators_core.engine.remote import RecordStore, greet
-from speculators_core.errors import EngineError, EngineTimeout
+from speculators_core.errors import ConfigError, EngineError, EngineTimeout
 from speculators_core.types import StrictModel
 
 _log = logging.getLogger(__name__)
@@ -69,13 +69,31 @@ class Runtime(StrictModel):
         "evaluation only (`draftsmith runtime flags RECIPE` prints how to start it)",
     )
 
+    api_key_variable: str | None = Field(
+        None, description="with `url`: environment variable that holds the server's API key, if it wants one"
+    )
+
     @model_validator(mode="after")
     def _exactly_one(self) -> Runtime:
         if (self.python is None) == (self.url is None):
             raise ValueError("a runtime needs exactly one of `python` and `url`")
         if self.store is not None and self.url is None:
             raise ValueError("`store` belongs to a runtime given by `url`; `capture.backend` is for our own engines")
+        if self.api_key_variable is not None and self.url is None:
+            raise ValueError("`api_key_variable` belongs to a runtime given by `url`")
         return self
+
+    def api_key(self) -> str | None:
+        """The server's API key, None where it wants none. ConfigError where its variable is not set."""
+        if self.api_key_variable is None:
+            return None
+        key = os.environ.get(self.api_key_variable)
+        if not key:
+            raise ConfigError(
+                f"runtime.api_key_variable names {self.api_key_variable}, which is not set",
+                mend=f"export {self.api_key_variable}=…",
+            )
+        return key
 
 
 class RuntimeInfo(StrictModel):

@@ -39,6 +39,7 @@ class Engine:
     info: RuntimeInfo
     log: Path
     process: SupervisedProcess | None
+    api_key: str | None = None
 
     def check(self) -> None:
         """Raise EngineError, with the likely cause, when the server's process has ended."""
@@ -47,7 +48,7 @@ class Engine:
 
     def client(self, *, timeout_s: float = 120) -> EngineClient:
         """A client that notices at once when this server dies."""
-        return EngineClient(self.base_url, timeout_s=timeout_s, check=self.check)
+        return EngineClient(self.base_url, timeout_s=timeout_s, check=self.check, api_key=self.api_key)
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def serve(
     """
     info = probe_runtime(runtime, home=home)
     if runtime.url is not None:
-        yield _connect(runtime.url, info, home)
+        yield _connect(runtime.url, info, home, runtime.api_key())
         return
     for model in (spec.model, (spec.speculative or {}).get("model")):
         _require_model(model)
@@ -158,10 +159,10 @@ def _is_ready(http: httpx.Client, model_name: str) -> bool:
     return any(model.get("id") == model_name for model in models)
 
 
-def _connect(url: str, info: RuntimeInfo, home: Path) -> Engine:
+def _connect(url: str, info: RuntimeInfo, home: Path, api_key: str | None) -> Engine:
     base_url = url.rstrip("/")
-    with EngineClient(base_url, timeout_s=10) as client:
-        return Engine(base_url, client.model_name(), info, home / "logs" / "remote.log", None)
+    with EngineClient(base_url, timeout_s=10, api_key=api_key) as client:
+        return Engine(base_url, client.model_name(), info, home / "logs" / "remote.log", None, api_key)
 
 
 def _death(verb: str, status: int | None, log: Path, diagnosis: Diagnosis | None = None) -> EngineError:

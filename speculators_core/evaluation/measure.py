@@ -107,8 +107,7 @@ def measure_draft(
         vllm=info.vllm,
         prompts=prompts_digest(chosen),
     )
-    if conditions.runtime.url is not None:
-        require_served(conditions.runtime.url, identity.draft)
+    require_served(conditions.runtime, identity.draft)
     expected = None if baseline is None else _expected_replies(baseline, chosen, config, identity)
     started = time.monotonic()
     with (

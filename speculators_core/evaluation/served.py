@@ -1,4 +1,4 @@
-"""A draft directory as the engine is given it: the draft alone, with its verifier where we know it to be."""
+"""A draft as the engine is given it: alone, with its verifier where we know it to be, or stitched into that one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from speculators_core import registry
 from speculators_core.engine.client import EngineClient
+from speculators_core.engine.runtime import Runtime
 from speculators_core.errors import EvaluationError, FormatError
+from speculators_core.types import Json
+
+SPECULATION = "draftsmith-speculation.json"
+"""Beside a stitched verifier: the engine's speculative configuration, which no draft's config.json states there."""
 
 
 def drafted_tokens(draft_dir: Path) -> int:
@@ -29,6 +35,18 @@ def drafted_tokens(draft_dir: Path) -> int:
         ) from error
 
 
+def speculation(served: Path, k: int | None) -> dict[str, Json] | None:
+    """What the engine must be told beside a directory from `served_directory` to draft k tokens (None: its own number).
+
+    A draft that is served alone brings its method, its verifier and its K.
+    """
+    path = served / SPECULATION
+    told: dict[str, Json] = json.loads(path.read_text()) if path.is_file() else {}
+    if k is not None:
+        told["num_speculative_tokens"] = k
+    return told or None
+
+
 def draft_digest(draft_dir: Path) -> str:
     """sha256 over the draft's config.json and weights, wherever the directory lies."""
     _read_config(draft_dir)
@@ -44,18 +62,20 @@ def served_name(digest: str) -> str:
     return f"draft-{digest[:16]}"
 
 
-def require_served(url: str, digest: str) -> None:
+def require_served(runtime: Runtime, digest: str) -> None:
     """Refuse to measure one draft and write it down for another.
 
     Raises:
-        EvaluationError: the server at the URL offers something else than the draft of that digest.
+        EvaluationError: the server of that URL offers something else than the draft of that digest.
         EngineError: nobody answers.
     """
-    with EngineClient(url, timeout_s=10) as client:
-        found = client.model_name()
-    if found != served_name(digest):
+    if runtime.url is None:
+        return
+    with EngineClient(runtime.url, timeout_s=10, api_key=runtime.api_key()) as client:
+        names = client.model_names()
+    if served_name(digest) not in names:
         raise EvaluationError(
-            f"the server at {url} serves {found!r}, and {served_name(digest)!r} is to be measured",
+            f"the server at {runtime.url} serves {', '.join(names)}, and {served_name(digest)} is to be measured",
             mend="start it with what `draftsmith runtime flags RECIPE --draft DIR` prints for that draft",
         )
 
@@ -67,8 +87,21 @@ def served_directory(draft_dir: Path, verifier_dir: Path, scratch: Path) -> Iter
     vLLM serves a draft alone by the verifier that its config names. Where that is another path or a hub id, a
     temporary directory under `scratch` stands in: the same weights by symbolic link, and a config.json with our
     path. So any draft can be measured on any verifier, the incumbent on a new verifier included.
+
+    A draft of an algorithm that is served by its verifier is stitched into a copy of `verifier_dir` there.
     """
     config = _read_config(draft_dir)
+    kind = str(config.get("speculators_model_type"))
+    stitch = registry.resolve(kind).stitch if kind in registry.names() else None
+    if stitch is not None:
+        scratch.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="stitched-", dir=scratch) as name:
+            whole = Path(name) / "model"
+            stitch(draft_dir, verifier_dir, whole)
+            told = {"method": kind, "num_speculative_tokens": drafted_tokens(draft_dir)}
+            (whole / SPECULATION).write_text(json.dumps(told) + "\n")
+            yield whole
+        return
     verifier = config.get("speculators_config", {}).get("verifier", {})
     target = str(verifier_dir.resolve())
     if verifier.get("name_or_path") == target:

@@ -114,3 +114,15 @@ def test_terms_name_what_differs_and_show_both_sides() -> None:
     assert ["≠", "layer_ids", "[1,", "2,", "4]", "[3,", "4]"] in lines
     assert ["≠", "context", "at", "least", "64", "63"] in lines
     assert ["codec", "none", "none"] in lines
+
+
+def test_an_api_key_comes_from_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(url="http://h", api_key_variable="THE_KEY")
+    monkeypatch.delenv("THE_KEY", raising=False)
+    with pytest.raises(ConfigError, match="THE_KEY, which is not set"):
+        runtime.api_key()
+    monkeypatch.setenv("THE_KEY", "secret")
+    assert runtime.api_key() == "secret" and "secret" not in runtime.model_dump_json()
+    assert Runtime(url="http://h").api_key() is None
+    with pytest.raises(ValidationError, match="given by `url`"):
+        Runtime(python="/p", api_key_variable="THE_KEY")
