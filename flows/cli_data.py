@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,8 +21,7 @@ from flows.cli_support import (
 )
 
 if TYPE_CHECKING:
-    from speculators_core.config import Recipe
-    from speculators_core.engine.server import Engine
+    from speculators_core.run import Run
 
 app = typer.Typer(no_args_is_help=True, help="Look at token rows, let the verifier write prompts or replies.")
 
@@ -60,17 +58,25 @@ def synthesise(
     as_json: JsonOption = False,
 ) -> None:
     """Let the verifier write its own user turns: prompts for users who have none."""
-    home = prepare_environment().home
-    loaded = load(recipe, overrides)
+    run = open_run(recipe, overrides)
     from speculators_core.data.config import SynthesisConfig
     from speculators_core.data.synthesise import synthesise as write
     from speculators_core.data.template import ChatTemplate
+    from speculators_core.engine.config import ServerSpec
+    from speculators_core.engine.server import serve
 
-    kwargs = loaded.data.template_kwargs
-    template = ChatTemplate.load(Path(loaded.verifier.path), kwargs)
+    kwargs = run.recipe.data.template_kwargs
     config = SynthesisConfig(prompts=prompts, seed=seed, template_kwargs=kwargs)
-    with verifier_engine(loaded, home) as engine, engine.client() as client:
-        report = write(client, template, config, output, progress=ProgressLine())
+    spec = ServerSpec(
+        model=str(run.verifier),
+        dtype=run.recipe.capture.dtype,
+        max_num_seqs=config.concurrency,
+        kv_cache_gib=run.recipe.capture.kv_cache_gib,
+        trust_remote_code=run.recipe.verifier.trust_remote_code,
+    )
+    with serve(run.recipe.runtime, spec, home=run.home) as engine, engine.client() as client:
+        template = ChatTemplate.load(run.verifier, kwargs)
+        report = write(client, template, config, output, progress=run.progress)
     show_model(report, as_json)
 
 
@@ -83,47 +89,39 @@ def regenerate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest reply in tokens")] = 512,
     as_json: JsonOption = False,
 ) -> None:
-    """Let the verifier answer the recipe's conversations anew; goes on where it was cut off."""
-    home = prepare_environment().home
-    loaded = load(recipe, overrides)
+    """Let the verifier answer the recipe's conversations anew; goes on where it was cut off.
+
+    `data.replies: regenerate` in a recipe does this within the loop, and captures in the same requests.
+    """
+    run = open_run(recipe, overrides)
     from collections import Counter
 
     from speculators_core.data.config import RegenerationConfig
     from speculators_core.data.conversations import read_conversations
-    from speculators_core.data.regenerate import regenerate as answer
-    from speculators_core.data.template import ChatTemplate
-    from speculators_core.verifier.facts import read_facts
-    from speculators_core.verifier.fingerprint import fingerprint
+    from speculators_core.states.replies import answer
 
-    verifier, kwargs = Path(loaded.verifier.path), loaded.data.template_kwargs
-    config = RegenerationConfig(temperature=temperature, max_new_tokens=max_new_tokens, template_kwargs=kwargs)
-    dropped: Counter[str] = Counter()
-    with verifier_engine(loaded, home) as engine, engine.client() as client:
-        report = answer(
-            read_conversations(loaded.data.sources, dropped),
-            client,
-            ChatTemplate.load(verifier, kwargs),
-            read_facts(verifier),
-            config,
-            output,
-            producer=fingerprint(verifier, home=home, template_kwargs=kwargs).digest,
-            progress=ProgressLine(),
-        )
+    data = run.recipe.data
+    report = answer(
+        list(read_conversations(data.sources, Counter())),
+        run.recipe.runtime,
+        run.layer_ids,
+        run.fingerprint.digest,
+        run.recipe.capture,
+        RegenerationConfig(temperature=temperature, max_new_tokens=max_new_tokens),
+        output,
+        records=None,
+        verifier_dir=run.verifier,
+        home=run.home,
+        template_kwargs=data.template_kwargs,
+        trust_remote_code=run.recipe.verifier.trust_remote_code,
+        progress=run.progress,
+    )
     show_model(report, as_json)
 
 
-@contextmanager
-def verifier_engine(recipe: Recipe, home: Path) -> Iterator[Engine]:
-    """The recipe's verifier, served alone."""
-    from speculators_core.engine.config import ServerSpec
-    from speculators_core.engine.server import serve
+def open_run(recipe: Path, overrides: Sequence[str]) -> Run:
+    """The recipe with its surroundings, for work that is no stage of the loop."""
+    home = prepare_environment().home
+    from speculators_core.run import Run
 
-    spec = ServerSpec(
-        model=str(Path(recipe.verifier.path).absolute()),
-        dtype=recipe.evaluation.dtype,
-        max_num_seqs=64,
-        kv_cache_gib=recipe.evaluation.kv_cache_gib,
-        trust_remote_code=recipe.verifier.trust_remote_code,
-    )
-    with serve(recipe.runtime, spec, home=home) as engine:
-        yield engine
+    return Run(load(recipe, overrides), home, progress=ProgressLine())

@@ -12,13 +12,13 @@ from typing import Any
 from speculators_core import registry
 from speculators_core.build import export_untrained, try_warm_start
 from speculators_core.config import Recipe
-from speculators_core.data.prepare import check_replies
+from speculators_core.data.prepare import check_content
 from speculators_core.data.template import ChatTemplate
 from speculators_core.engine.client import GenerationRequest
 from speculators_core.engine.config import ServerSpec
 from speculators_core.engine.server import serve
 from speculators_core.errors import ConfigError, EngineError
-from speculators_core.evaluation.served import served_directory
+from speculators_core.evaluation.served import served_directory, speculation
 from speculators_core.formats.card import ModelCard
 from speculators_core.states.gates import check_layers
 from speculators_core.types import DraftPlan
@@ -50,7 +50,7 @@ def check_inputs(recipe: Recipe, facts: VerifierFacts, verifier: Path, layer_ids
             f"data.max_length is {recipe.data.max_length}, but the verifier's context is {context}",
             mend=f"set data.max_length to at most {context}",
         )
-    check_replies(recipe.data.sources)
+    check_content(recipe.data)
     ChatTemplate.load(verifier, recipe.data.template_kwargs)
     if recipe.verifier.publish_as is None:
         log.warning("the draft will name its verifier by a local path; set verifier.publish_as to make it portable")
@@ -101,6 +101,7 @@ def _serve_untrained(recipe: Recipe, home: Path) -> dict[str, Any]:
                 max_model_len=256,
                 max_num_seqs=1,
                 kv_cache_gib=recipe.evaluation.kv_cache_gib,
+                speculative=speculation(directory, None),
                 trust_remote_code=recipe.verifier.trust_remote_code,
             )
             with serve(recipe.runtime, spec, home=home) as engine, engine.client() as client:

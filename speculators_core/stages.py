@@ -9,10 +9,14 @@ Two processes that ask for the same key compute it once; a killed stage goes on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speculators_core.data.conversations import read_conversations
 from speculators_core.data.rows import RowSet
 from speculators_core.provenance import versions
 from speculators_core.run import Run, StageResult, WarmStart, produce
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
     from speculators_core.training.request import TrainRequest
 
 # bump one when its stage's code changes what it writes
-VERSIONS = {"preflight": 1, "dataset": 1, "states": 1, "training": 1, "draft": 1, "baseline": 1}
+VERSIONS = {"preflight": 1, "replies": 1, "dataset": 1, "states": 1, "training": 1, "draft": 1, "baseline": 1}
 VERSIONS |= {"measurement": 1, "speed": 1, "evaluation": 1}
 
 BEGAN = {"digest", "head"}
@@ -64,28 +68,85 @@ def preflight(run: Run) -> StageResult:
     return produce(run, "preflight", "preflight", key, inputs, build, settings=settings)
 
 
+def regenerate(run: Run) -> StageResult:
+    """The verifier answers the conversations anew; the same requests leave its hidden states for `capture`."""
+    from speculators_core.data import prepare as data
+
+    config, engine = run.recipe.data, run.recipe.capture
+    inputs = {
+        "sources": data.digest_sources(config.sources, home=run.home),
+        "verifier": run.fingerprint.digest,
+        "runtime": run.capture_runtime.key,
+    }
+    settings: dict[str, Json] = {
+        "regeneration": config.regeneration.model_dump(mode="json", exclude={"concurrency"}),
+        **config.model_dump(mode="json", include={"max_rows", "max_length", "seed"}),
+        "dtype": engine.dtype,
+    }
+    key = input_digest("regenerate", VERSIONS["replies"], {**inputs, **settings})
+
+    def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core.states import replies
+
+        runtime = engine.runtime or run.recipe.runtime
+        longest = min(config.regeneration.max_context or config.max_length, config.max_length)
+        records = records_of(run, key)
+        report = replies.answer(
+            data.draw(list(read_conversations(config.sources, Counter())), config),
+            runtime,
+            run.layer_ids,
+            run.fingerprint.digest,
+            engine,
+            config.regeneration.model_copy(update={"max_context": longest}),
+            records / replies.REPLIES,
+            # a server that somebody else runs captures elsewhere; and some families vLLM cannot capture at all
+            records=records if runtime.url is None and engine.source == "engine" else None,
+            verifier_dir=run.verifier,
+            home=run.home,
+            template_kwargs=config.template_kwargs,
+            trust_remote_code=run.recipe.verifier.trust_remote_code,
+            progress=run.progress,
+        )
+        replies.publish_replies(records / replies.REPLIES, workspace / replies.REPLIES)
+        return report.model_dump(mode="json")
+
+    return produce(run, "regenerate", "replies", key, inputs, build, settings=settings)
+
+
 def prepare(run: Run) -> StageResult:
-    """Conversations, through this tokenizer and template, become token rows with loss masks."""
+    """Conversations, through this tokenizer and template, become token rows with loss masks.
+
+    Where the recipe wants it, the verifier answers the conversations first.
+    """
     from speculators_core.data import prepare as data
 
     config = run.recipe.data
+    answered = regenerate(run) if config.replies == "regenerate" else None
     inputs = {
-        "sources": data.digest_sources(config.sources, home=run.home),
+        "sources": data.digest_sources(config.sources, home=run.home) if answered is None else answered.ref.digest,
         "tokenizer": run.fingerprint.parts["tokenizer"],
         "chat template": run.fingerprint.parts["chat_template"],
     }
-    settings = {"config": config.model_dump(mode="json", exclude={"sources"}), "versions": versions("transformers")}
+    kept = config.model_dump(mode="json", exclude={"sources", "replies", "regeneration"})
+    settings = {"config": kept, "versions": versions("transformers")}
     key = input_digest("prepare", VERSIONS["dataset"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
-        return data.prepare(config, run.verifier, workspace, progress=run.progress).model_dump(mode="json")
+        from speculators_core.states.replies import REPLIES
 
-    return produce(run, "prepare", "dataset", key, inputs, build, settings=settings)
+        rows = config
+        if answered is not None:
+            rows = config.model_copy(update={"sources": (str(run.store.path(answered.ref) / REPLIES),)})
+        return data.prepare(rows, run.verifier, workspace, progress=run.progress).model_dump(mode="json")
+
+    result = produce(run, "prepare", "dataset", key, inputs, build, settings=settings)
+    return result if answered is None else together(result, (answered, result))
 
 
 def capture(run: Run, dataset: ArtifactRef) -> StageResult:
     """These rows through this verifier on this runtime: hidden states at the draft's layers and the last."""
     config = run.recipe.capture
+    answered = regenerate(run) if run.recipe.data.replies == "regenerate" else None
     inputs = {
         "dataset": dataset.digest,
         "verifier": run.fingerprint.digest,
@@ -98,9 +159,11 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
 
     def build(workspace: Path) -> dict[str, Any]:
         from speculators_core.states.capture import capture_rows
+        from speculators_core.states.replies import capture_answers
 
         rows = RowSet.open(run.store.path(dataset))
-        report = capture_rows(
+        records = None if answered is None else records_of(run, answered.ref.uri.rsplit("/", 1)[-1])
+        report = (partial(capture_answers, records=records) if records is not None else capture_rows)(
             rows,
             config.runtime or run.recipe.runtime,
             run.layer_ids,
@@ -113,6 +176,8 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
             check=lambda engine: require_same_rendering(run, rows, engine),
             progress=run.progress,
         )
+        if records is not None:
+            shutil.rmtree(records, ignore_errors=True)  # they are in the set
         return report.model_dump(mode="json")
 
     return produce(run, "capture", "states", key, inputs, build, settings=settings)
@@ -191,6 +256,21 @@ def measure(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> Sta
     return produce(run, "measure", "measurement", key, inputs, build, settings=settings)
 
 
+def measure_ngram(run: Run, dataset: ArtifactRef) -> StageResult:
+    """vLLM's n-gram look-up on the held-back prompts: what can be had without any draft."""
+    inputs = measured_with(run, dataset)
+    settings = {"config": run.recipe.evaluation.run_inputs(speculation=True)}
+    key = input_digest("ngram", VERSIONS["measurement"], {**inputs, **settings})
+
+    def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core.evaluation.measure import measure_ngram as measure_look_up
+
+        found = measure_look_up(conditions(run, dataset), workspace)
+        return {"k": found.k, "tokens_per_step": found.tokens_per_step, "prompts": found.count, "tokens": found.tokens}
+
+    return produce(run, "ngram", "measurement", key, inputs, build, settings=settings)
+
+
 def time_arms(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> StageResult:
     """Speed with and without the draft, the arms alternating: an artifact of its own, since it costs two engines."""
     inputs = {**measured_with(run, dataset), "draft": digest}
@@ -227,9 +307,7 @@ def evaluate(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> St
         return report.model_dump(mode="json", include={"identity", "acceptance", "lossless", "speed", "alternating"})
 
     result = produce(run, "evaluate", "evaluation", key, inputs, build, settings=settings)
-    every = (*parts.values(), result)
-    seconds, cached = sum(part.seconds for part in every), all(part.cached for part in every)
-    return result.model_copy(update={"seconds": seconds, "cached": cached})
+    return together(result, (*parts.values(), result))
 
 
 def evaluate_exported(run: Run, draft: ArtifactRef, dataset: ArtifactRef) -> StageResult:
@@ -265,6 +343,17 @@ def read_evaluation(run: Run, evaluation: ArtifactRef) -> EvaluationReport:
 
 
 # --------------------------------------------------------------------------------------------------------- their keys
+
+
+def together(result: StageResult, parts: Sequence[StageResult]) -> StageResult:
+    """The last part's result, as long as all parts took, and found only where all were."""
+    seconds, cached = sum(part.seconds for part in parts), all(part.cached for part in parts)
+    return result.model_copy(update={"seconds": seconds, "cached": cached})
+
+
+def records_of(run: Run, key: str) -> Path:
+    """Where the records of regenerated replies lie until they are a set; other layers, another place."""
+    return run.home / "records" / f"{key[:24]}-{'-'.join(map(str, run.layer_ids))}"
 
 
 def measured_with(run: Run, dataset: ArtifactRef) -> dict[str, str]:

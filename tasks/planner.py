@@ -16,6 +16,7 @@ from speculators_core.types import ArtifactRef, StrictModel
 _BYTES_OF = {"bfloat16": 2, "float16": 2, "float32": 4}
 _KINDS = {"preflight": "preflight", "prepare": "dataset", "capture": "states", "train": "training", "export": "draft"}
 _KINDS |= {"baseline": "baseline", "measure": "measurement", "speed": "speed", "evaluate": "evaluation"}
+_KINDS |= {"regenerate": "replies"}
 
 
 class Champion(StrictModel):

@@ -22,7 +22,7 @@ def preflight(recipe: Recipe, warm_start: WarmStart | None = None) -> StageResul
     return observed(recipe, "preflight", lambda run: stages.preflight(replace(run, warm_start=warm_start)))
 
 
-@stage_task("prepare", retries=0)
+@stage_task("prepare")
 def prepare(recipe: Recipe) -> StageResult:
     """Conversations become token rows with loss masks."""
     return observed(recipe, "prepare", stages.prepare, files=("report.json",))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from pydantic import Field
 
+from speculators_core.data.conversations import Conversation, engine_messages
 from speculators_core.data.rows import RowSet
+from speculators_core.data.template import ChatTemplate
 from speculators_core.engine.client import EngineClient
 from speculators_core.errors import DataError
 from speculators_core.types import Json, StrictModel
@@ -57,20 +60,7 @@ def check_against_engine(
     Raises:
         EngineError: the engine is away, or was started without its rendering endpoint.
     """
-    checked = agreed = 0
-    first: RenderDifference | None = None
-
-    def compare(name: str, ours: Sequence[int], engine: Sequence[int]) -> None:
-        nonlocal checked, agreed, first
-        checked += 1
-        if list(ours) == list(engine[: len(ours)]):
-            agreed += 1
-        elif first is None:
-            at = next((i for i, (a, b) in enumerate(zip(ours, engine, strict=False)) if a != b), len(engine))
-            first = RenderDifference(
-                row=name, position=at, ours=tuple(ours[at : at + 8]), engine=tuple(engine[at : at + 8])
-            )
-
+    found = _Comparison()
     for item in rows.samples()[:sample]:
         row = rows.row(item.row)
         ids, messages = row.input_ids.tolist(), list(item.messages)
@@ -79,15 +69,68 @@ def check_against_engine(
                 messages[:-1], tools=item.tools, template_kwargs=template_kwargs, add_generation_prompt=True
             )
             if item.prompt_length <= len(ids):
-                compare(f"{row.id} (prompt)", [*ids[: item.prompt_length], _END], [*rendered, _END])
+                found.add(f"{row.id} (prompt)", [*ids[: item.prompt_length], _END], [*rendered, _END])
             else:
-                compare(f"{row.id} (prompt, truncated)", ids, rendered)
+                found.add(f"{row.id} (prompt, truncated)", ids, rendered)
         if not item.exact:
-            compare(row.id, ids, client.render(messages, tools=item.tools, template_kwargs=template_kwargs))
+            found.add(row.id, ids, client.render(messages, tools=item.tools, template_kwargs=template_kwargs))
     for prompt in rows.prompts()[:sample]:
         rendered = client.render(
             list(prompt.messages), tools=prompt.tools, template_kwargs=template_kwargs, add_generation_prompt=True
         )
-        compare(prompt.id, [*prompt.prompt_token_ids, _END], [*rendered, _END])
-    log.info("renderings: %d of %d agree with the engine's", agreed, checked)
-    return RenderCheck(checked=checked, agreed=agreed, first=first)
+        found.add(prompt.id, [*prompt.prompt_token_ids, _END], [*rendered, _END])
+    return found.outcome()
+
+
+def check_prompts(
+    conversations: Iterable[Conversation],
+    template: ChatTemplate,
+    client: EngineClient,
+    *,
+    sample: int = 16,
+    template_kwargs: dict[str, Json] | None = None,
+) -> RenderCheck:
+    """The same for conversations that are about to be answered: their first `sample` opening prompts.
+
+    Raises:
+        EngineError: as above.
+    """
+    found = _Comparison()
+    for conversation in islice(conversations, sample):
+        roles = [message["role"] for message in conversation.messages]
+        if "user" not in roles:
+            continue
+        messages = list(conversation.messages[: roles.index("user") + 1])
+        ours = template.ids(messages, tools=conversation.tools, add_generation_prompt=True)
+        rendered = client.render(
+            engine_messages(messages),
+            tools=list(conversation.tools) if conversation.tools else None,
+            template_kwargs=template_kwargs,
+            add_generation_prompt=True,
+        )
+        found.add(conversation.id, [*ours, _END], [*rendered, _END])
+    return found.outcome()
+
+
+class _Comparison:
+    """Renderings so far, ours and the engine's, and the first that differ."""
+
+    def __init__(self) -> None:
+        self.checked = self.agreed = 0
+        self.first: RenderDifference | None = None
+
+    def add(self, name: str, ours: Sequence[int], engine: Sequence[int]) -> None:
+        """Ours must be how the engine's begins."""
+        self.checked += 1
+        if list(ours) == list(engine[: len(ours)]):
+            self.agreed += 1
+        elif self.first is None:
+            at = next((i for i, (a, b) in enumerate(zip(ours, engine, strict=False)) if a != b), len(engine))
+            self.first = RenderDifference(
+                row=name, position=at, ours=tuple(ours[at : at + 8]), engine=tuple(engine[at : at + 8])
+            )
+
+    def outcome(self) -> RenderCheck:
+        """All of it."""
+        log.info("renderings: %d of %d agree with the engine's", self.agreed, self.checked)
+        return RenderCheck(checked=self.checked, agreed=self.agreed, first=self.first)

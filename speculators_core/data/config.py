@@ -9,12 +9,31 @@ from pydantic import Field, model_validator
 from speculators_core.types import StrictModel
 
 
+class RegenerationConfig(StrictModel):
+    """How the verifier answers the prompts of a data set anew."""
+
+    max_new_tokens: int = Field(512, ge=1, description="Longest reply in tokens.")
+    max_context: int | None = Field(None, ge=8, description="Longest prompt and reply; null takes the verifier's.")
+    temperature: float = Field(0.0, ge=0.0, description="0 is greedy; above it replies are sampled.")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus of the sampled replies.")
+    seed: int = Field(0, ge=0, description="Seed of the sampled replies; each turn draws its own from it.")
+    concurrency: int = Field(32, ge=1, description="Conversations in flight at once.")
+
+
 class DataConfig(StrictModel):
     """How conversations become token rows."""
 
     sources: tuple[str, ...] = Field(
         min_length=1,
         description="JSON or JSON Lines files, directories of them, or data sets as hf:ID[@REVISION][:SUBSET][:SPLIT].",
+    )
+    replies: Literal["recorded", "regenerate"] = Field(
+        "recorded",
+        description="recorded: the data's own. regenerate: the verifier answers the prompts anew, greedily, and its "
+        "hidden states are captured in the same requests.",
+    )
+    regeneration: RegenerationConfig = Field(
+        default_factory=RegenerationConfig, description="How it answers; `max_length` bounds prompt and reply."
     )
     max_rows: int | None = Field(None, ge=1, description="Conversations kept, drawn by seeded hash; null keeps all.")
     max_length: int = Field(1024, ge=8, description="Longest row in tokens.")
@@ -37,27 +56,12 @@ class DataConfig(StrictModel):
         default_factory=dict, description="Keyword arguments for the verifier's chat template, as served."
     )
 
-
-class RegenerationConfig(StrictModel):
-    """How the verifier answers the prompts of a data set anew."""
-
-    max_new_tokens: int = Field(512, ge=1, description="Longest reply in tokens.")
-    max_context: int | None = Field(None, ge=8, description="Longest prompt and reply; null takes the verifier's.")
-    temperature: float = Field(0.0, ge=0.0, description="0 is greedy; above it replies are sampled.")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus of the sampled replies.")
-    seed: int = Field(0, ge=0, description="Seed of the sampled replies; each turn draws its own from it.")
-    concurrency: int = Field(32, ge=1, description="Conversations in flight at once.")
-    capture: bool = Field(False, description="Also capture hidden states of prompt and reply in the same request.")
-    template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments for the verifier's chat template, as served."
-    )
-
     @model_validator(mode="after")
-    def _capture_is_greedy(self) -> RegenerationConfig:
-        # vLLM captures through its drafting path, whose sampler repeats tokens on the CPU when it samples
-        if self.capture and self.temperature > 0:
+    def _captured_replies_are_greedy(self) -> DataConfig:
+        if self.replies == "regenerate" and self.regeneration.temperature > 0:
             raise ValueError(
-                "sampled replies cannot be captured in the same request: capture the written replies after"
+                "regeneration.temperature: sampled replies cannot be captured in the same request; write them with "
+                "`draftsmith data regenerate --temperature`, and name that file in data.sources"
             )
         return self
 

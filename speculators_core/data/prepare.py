@@ -168,26 +168,32 @@ def _gather(config: DataConfig, dropped: Counter[str]) -> list[Conversation]:
         seen.add(content)
         kept.append(conversation)
     _require_replies(config.sources, read, len(kept), dropped)
-    if config.max_rows is not None and len(kept) > config.max_rows:
-        dropped["beyond_max_rows"] += len(kept) - config.max_rows
-        by_hash = sorted(range(len(kept)), key=lambda i: seeded_hash(f"{kept[i].id}\n{i}", config.seed))
-        kept = [kept[i] for i in sorted(by_hash[: config.max_rows])]
-    return kept
+    drawn = draw(kept, config)
+    if len(drawn) < len(kept):
+        dropped["beyond_max_rows"] += len(kept) - len(drawn)
+    return drawn
 
 
-def check_replies(sources: Sequence[str]) -> None:
-    """Whether there is anything to learn from; reads no further than the first reply.
+def draw(conversations: Sequence[Conversation], config: DataConfig) -> list[Conversation]:
+    """At most `max_rows` of the conversations, by seeded hash, in their order."""
+    count = len(conversations) if config.max_rows is None else config.max_rows
+    by_hash = sorted(range(len(conversations)), key=lambda i: seeded_hash(f"{conversations[i].id}\n{i}", config.seed))
+    return [conversations[i] for i in sorted(by_hash[:count])]
+
+
+def check_content(config: DataConfig) -> None:
+    """Whether there is anything to learn from; reads no further than the first usable conversation.
 
     Raises:
-        DataError: no usable conversation, or none with an assistant turn.
+        DataError: no usable conversation, or none with an assistant turn where replies are not to be made.
     """
     dropped: Counter[str] = Counter()
     read = 0
-    for conversation in read_conversations(sources, dropped):
+    for conversation in read_conversations(config.sources, dropped):
         read += 1
-        if conversation.assistant_turns():
+        if conversation.assistant_turns() or config.replies == "regenerate":
             return
-    _require_replies(sources, read, 0, dropped)
+    _require_replies(config.sources, read, 0, dropped)
 
 
 def _require_replies(sources: Sequence[str], read: int, kept: int, dropped: Counter[str]) -> None:
@@ -201,7 +207,7 @@ def _require_replies(sources: Sequence[str], read: int, kept: int, dropped: Coun
     if not kept:
         raise DataError(
             f"no assistant turn follows a user turn in any of the {read} conversations of {where}",
-            mend="let the verifier answer the prompts first: draftsmith data regenerate",
+            mend="let the verifier answer the prompts: set data.replies to regenerate",
         )
 
 

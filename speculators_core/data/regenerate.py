@@ -26,10 +26,9 @@ from pydantic import Field
 
 from speculators_core.data.config import RegenerationConfig
 from speculators_core.data.conversations import Conversation, Message, canonical, content_id
-from speculators_core.data.rows import RowSet
 from speculators_core.data.template import ChatTemplate
 from speculators_core.engine.client import EngineClient, Generation, GenerationRequest, RequestError
-from speculators_core.errors import DataError, EngineError
+from speculators_core.errors import ConfigError, DataError, EngineError
 from speculators_core.types import Json, ProgressCallback, StrictModel
 from speculators_core.verifier.facts import VerifierFacts
 
@@ -77,6 +76,7 @@ def regenerate(
     config: RegenerationConfig,
     output: Path,
     *,
+    capture: bool = False,
     producer: str = "",
     progress: ProgressCallback | None = None,
     on_turn: OnTurn | None = None,
@@ -86,17 +86,28 @@ def regenerate(
     Resumable: finished conversations are kept in `<output>.part` and not asked for again; a run with other settings,
     or for another `producer` (the verifier's fingerprint), starts anew. `on_turn` is called in worker threads.
 
+    Args:
+        capture: the engine captures, and shall do so for prompt and reply in the same request.
+
     Raises:
+        ConfigError: sampled replies are to be captured in the same request.
         EngineError: the engine died or is away; what was finished is kept.
         DataError: nothing could be answered.
     """
+    if capture and config.temperature > 0:
+        # vLLM captures through its drafting path, whose sampler repeats tokens on the CPU when it samples
+        raise ConfigError(
+            f"replies sampled at temperature {config.temperature} cannot be captured in the same request",
+            mend="set the temperature to 0, or write them with `draftsmith data regenerate` and capture that file",
+        )
     pending = {_key(conversation): conversation for conversation in conversations}
-    settings = {"config": config.model_dump(mode="json", exclude={"concurrency"}), "producer": producer}
+    asked = {**config.model_dump(mode="json", exclude={"concurrency"}), "capture": capture}
+    settings = {"config": asked, "producer": producer}
     digest = hashlib.sha256(canonical(settings).encode()).hexdigest()
     part = output.with_name(output.name + ".part")
     finished = {key: record for key, record in _resume(part, digest).items() if key in pending}
     resumed, cut, dropped = len(finished), Counter[str](), Counter[str]()
-    worker = _Worker(client, template, facts, config, on_turn)
+    worker = _Worker(client, template, facts, config, capture, on_turn)
 
     part.parent.mkdir(parents=True, exist_ok=True)
     with part.open("a", encoding="utf-8") as stream, ThreadPoolExecutor(config.concurrency) as pool:
@@ -144,43 +155,6 @@ def regenerate(
     )
 
 
-@dataclass(frozen=True)
-class CapturedRows:
-    """Addresses of the hidden states that regeneration left behind.
-
-    handles: row index -> handle (JSON) of the record whose ids are the row's, last one excepted · unused: handles of
-    records that no row needs (earlier turns of a shared row, held-back prompts), for the caller to delete.
-    """
-
-    handles: Mapping[int, Json]
-    unused: tuple[Json, ...]
-
-
-def captured_rows(regenerated: Path, rows: RowSet) -> CapturedRows:
-    """Match the records named in a regenerated file with the rows that `prepare` made of it.
-
-    A row without an entry in `handles` (truncated, or with a reply from elsewhere) has to be captured by itself.
-    """
-    turns: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for line in regenerated.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        for turn in record["turns"]:
-            if isinstance(turn.get("kv_transfer_params"), Mapping) and "handle" in turn["kv_transfer_params"]:
-                turns.setdefault((record["id"], turn["message"]), []).append(turn)
-    handles: dict[int, Json] = {}
-    for index in range(rows.num_rows):
-        origin = rows.record(index)
-        candidates = turns.get((origin.conversation, origin.turns[-1]), [])
-        ids = rows.row(index).input_ids.tolist() if candidates else []
-        for turn in candidates:
-            if turn["prompt_token_ids"] + turn["token_ids"] == ids:
-                handles[index] = turn["kv_transfer_params"]["handle"]
-                candidates.remove(turn)
-                break
-    unused = (turn["kv_transfer_params"]["handle"] for left in turns.values() for turn in left)
-    return CapturedRows(handles, tuple(unused))
-
-
 class _Worker:
     """Answers one conversation after the other; several threads share one worker."""
 
@@ -190,9 +164,11 @@ class _Worker:
         template: ChatTemplate,
         facts: VerifierFacts,
         config: RegenerationConfig,
+        capture: bool,
         on_turn: OnTurn | None,
     ) -> None:
         self.client, self.template, self.facts, self.config, self.on_turn = client, template, facts, config, on_turn
+        self.capture = capture
         self.context = min(config.max_context or facts.max_position_embeddings, facts.max_position_embeddings)
 
     def answer(self, conversation: Conversation) -> _Outcome:
@@ -237,7 +213,7 @@ class _Worker:
             top_p=config.top_p,
             seed=_seed(config.seed, _key(conversation), index) if config.temperature else None,
             stop_token_ids=self.facts.eos_token_id,
-            kv_transfer_params={"include_output_tokens": True} if config.capture else None,
+            kv_transfer_params={"include_output_tokens": True} if self.capture else None,
         )
         generation: Generation = next(iter(self.client.generate([request], concurrency=1)))
         turn = RegeneratedTurn(
@@ -246,7 +222,7 @@ class _Worker:
             prompt_token_ids=tuple(prompt),
             token_ids=generation.token_ids,
             finish_reason=generation.finish_reason,
-            kv_transfer_params=generation.kv_transfer_params if config.capture else None,
+            kv_transfer_params=generation.kv_transfer_params if self.capture else None,
         )
         message: dict[str, Any] = {"role": "assistant", "content": generation.text}
         if generation.finish_reason != "stop":

@@ -1,10 +1,17 @@
-"""Sets from records that were captured while the verifier wrote its replies: one pass instead of two."""
+"""The verifier writes its replies, and the same requests leave its hidden states: one pass instead of two.
+
+    answer           conversations → replies.jsonl, and a record of each reply
+    capture_answers  the rows that were prepared of them → a hidden-state set
+
+Records are an economy, not an input: what is gone, or was captured for other layers, is captured again.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +21,24 @@ from torch import Tensor
 
 from hs_connectors.contract import Handle, Reader
 from hs_connectors.errors import ConnectorError
+from hs_connectors.registry import open_reader
+from speculators_core.data.check import check_prompts
+from speculators_core.data.config import RegenerationConfig
+from speculators_core.data.conversations import Conversation
+from speculators_core.data.regenerate import RegenerationReport, regenerate
+from speculators_core.data.template import ChatTemplate
+from speculators_core.engine.config import ServerSpec
+from speculators_core.engine.runtime import Runtime, probe_runtime
+from speculators_core.engine.server import Engine, serve
 from speculators_core.errors import CaptureError
-from speculators_core.states.capture import CaptureReport, conclude, plan_capture
+from speculators_core.states.capture import (
+    CaptureReport,
+    capture_rows,
+    capture_server,
+    conclude,
+    plan_capture,
+    records_config,
+)
 from speculators_core.states.collect import Rows, content_of, each, ids_of
 from speculators_core.states.config import CaptureConfig
 from speculators_core.states.gates import check_layers, check_record
@@ -23,6 +46,148 @@ from speculators_core.states.parity import ParityGate
 from speculators_core.states.source import Tally
 from speculators_core.types import ProgressCallback
 from speculators_core.verifier.facts import read_facts
+
+log = logging.getLogger(__name__)
+
+REPLIES = "replies.jsonl"
+
+
+class RecordsGone(CaptureError):
+    """Raised where a row has no record that can be read: it has to be captured by itself."""
+
+
+def answer(
+    conversations: Sequence[Conversation],
+    runtime: Runtime,
+    layer_ids: Sequence[int],
+    fingerprint: str,
+    config: CaptureConfig,
+    replies: RegenerationConfig,
+    output: Path,
+    *,
+    records: Path | None,
+    verifier_dir: Path,
+    home: Path,
+    template_kwargs: dict[str, Any],
+    trust_remote_code: bool = False,
+    progress: ProgressCallback | None = None,
+) -> RegenerationReport:
+    """Serve the verifier and have it answer; with `records`, that directory is where its hidden states are left.
+
+    Args:
+        layer_ids: ascending; the last is the number of layers.
+        fingerprint: digest of the verifier, template and its kwargs included.
+        output: JSON Lines as `regenerate` writes them. Both directories survive a kill: the same call goes on.
+
+    Raises:
+        ConfigError, DataError: before the first request.
+        EngineError: the engine did not start, or died; what was answered is kept.
+    """
+    facts, template = read_facts(verifier_dir), ChatTemplate.load(verifier_dir, template_kwargs)
+    positions = facts.max_position_embeddings
+    context = min(replies.max_context or positions, positions - 1)  # capturing speculates on one token more
+    length = min(context + 8, positions)
+    if records is not None:
+        info = probe_runtime(runtime, home=home)
+        # all records lie there until they are a set: they need a disk, whatever the rows would travel by
+        kept = config.model_copy(update={"backend": "file", "backend_config": {}})
+        layers = check_layers(layer_ids, facts.num_hidden_layers)
+        spec = capture_server(
+            kept,
+            verifier_dir,
+            layers,
+            fingerprint,
+            records,
+            max_model_len=length,
+            device=info.device,
+            trust_remote_code=trust_remote_code,
+        )
+    else:
+        spec = ServerSpec(
+            model=str(verifier_dir),
+            dtype=config.dtype,
+            max_model_len=length,
+            kv_cache_gib=config.kv_cache_gib,
+            trust_remote_code=trust_remote_code,
+        )
+    spec = spec.model_copy(update={"max_num_seqs": replies.concurrency})
+    settings = replies.model_copy(update={"max_context": context})
+    with serve(runtime, spec, home=home) as engine, engine.client() as client:
+        check_prompts(conversations, template, client, template_kwargs=template_kwargs).require()
+        return regenerate(
+            conversations,
+            client,
+            template,
+            facts,
+            settings,
+            output,
+            capture=records is not None,
+            producer=fingerprint,
+            progress=progress,
+        )
+
+
+def capture_answers(
+    rows: Rows,
+    runtime: Runtime | None,
+    layer_ids: Sequence[int],
+    fingerprint: str,
+    config: CaptureConfig,
+    workspace: Path,
+    *,
+    records: Path,
+    verifier_dir: Path,
+    home: Path,
+    trust_remote_code: bool = False,
+    check: Callable[[Engine], None] | None = None,
+    progress: ProgressCallback | None = None,
+) -> CaptureReport:
+    """A set of the rows that were prepared from `<records>/replies.jsonl`, without an engine where records suffice.
+
+    The last token of a reply was never an input: the set's rows are one token shorter, whichever way they came.
+
+    Raises:
+        as `capture_rows`.
+    """
+    if (records / REPLIES).is_file() and config.source == "engine":
+        kept = config.model_copy(update={"backend": "file", "backend_config": {}})
+        try:
+            return store_handles(
+                rows,
+                match_handles(rows, read_regenerated(records / REPLIES)),
+                open_reader("file", records_config(kept, records)),
+                layer_ids,
+                fingerprint,
+                config,
+                workspace,
+                verifier_dir=verifier_dir,
+                progress=progress,
+            )
+        except RecordsGone as gone:
+            log.warning("what has no record is captured by itself: %s", gone.what)
+    return capture_rows(
+        WithoutLastToken(rows),
+        runtime,
+        layer_ids,
+        fingerprint,
+        config,
+        workspace,
+        verifier_dir=verifier_dir,
+        home=home,
+        trust_remote_code=trust_remote_code,
+        check=check,
+        progress=progress,
+    )
+
+
+def publish_replies(answered: Path, target: Path) -> None:
+    """The same replies without the addresses of their records: equal replies are equal bytes."""
+    lines = []
+    for conversation in read_regenerated(answered):
+        for turn in conversation["turns"]:
+            turn.pop("kv_transfer_params", None)
+        lines.append(json.dumps(conversation) + "\n")
+    target.write_text("".join(lines), encoding="utf-8")
 
 
 def match_handles(rows: Rows, conversations: Iterable[Mapping[str, Any]]) -> dict[int, Handle]:
@@ -73,7 +238,7 @@ def store_handles(
             run can be repeated.
 
     Raises:
-        as `capture`; CaptureError also for a row without a handle.
+        as `capture`; RecordsGone for a row without a record that can be read.
     """
     facts = read_facts(verifier_dir)
     layers = check_layers(layer_ids, facts.num_hidden_layers)
@@ -88,13 +253,11 @@ def store_handles(
         row = inputs.row(position)
         handle = handles.get(row.index)
         if handle is None:
-            raise CaptureError(
-                f"row {row.index} has no captured record", mend="regenerate it, or capture the rows anew"
-            )
+            raise RecordsGone(f"row {row.index} has no captured record", mend="regenerate it, or capture the rows anew")
         try:
             record = reader.get(handle, config.record_timeout_s)
         except ConnectorError as error:
-            raise CaptureError(
+            raise RecordsGone(
                 f"the record of row {row.index} cannot be read: {error.what}",
                 mend=error.mend or "capture the rows anew",
             ) from error

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hs_connectors.contract import CaptureSettings, Handle, kv_transfer_config, speculative_config
+from hs_connectors.contract import CaptureSettings, kv_transfer_config, speculative_config
 from hs_connectors.registry import open_reader
 from speculators_core.data.check import check_against_engine
 from speculators_core.data.config import DataConfig, RegenerationConfig, SynthesisConfig
 from speculators_core.data.conversations import Conversation, read_conversations
 from speculators_core.data.prepare import prepare
-from speculators_core.data.regenerate import RegeneratedTurn, captured_rows, regenerate
+from speculators_core.data.regenerate import RegeneratedTurn, regenerate
 from speculators_core.data.rows import RowSet
 from speculators_core.data.splits import near_duplicate_groups
 from speculators_core.data.synthesise import synthesise
@@ -23,6 +23,7 @@ from speculators_core.data.template import ChatTemplate
 from speculators_core.engine.client import EngineClient
 from speculators_core.engine.server import Engine, ServerSpec
 from speculators_core.errors import DataError
+from speculators_core.states.replies import match_handles, read_regenerated
 from speculators_core.verifier.facts import read_facts
 
 pytestmark = pytest.mark.engine
@@ -96,7 +97,7 @@ def test_regeneration_resumes_captures_and_feeds_preparation(
 ) -> None:
     conversations = load(DEMO)[:20] + load(FIXTURES / "multi_turn.jsonl", FIXTURES / "tools.jsonl")
     template, facts = ChatTemplate.load(verifier_dir), read_facts(verifier_dir)
-    config = RegenerationConfig(max_new_tokens=48, max_context=1024, concurrency=8, capture=True)
+    config = RegenerationConfig(max_new_tokens=48, max_context=1024, concurrency=8)
     output = tmp_path / "replies.jsonl"
 
     class Killed(Exception):
@@ -110,13 +111,18 @@ def test_regeneration_resumes_captures_and_feeds_preparation(
             raise Killed
 
     with pytest.raises(Killed):
-        regenerate(conversations, client, template, facts, config, output, producer="v1", on_turn=kill_after_ten)
+        regenerate(
+            conversations, client, template, facts, config, output,
+            capture=True, producer="v1", on_turn=kill_after_ten,
+        )  # fmt: skip
     assert not output.exists()
     kept = [line for line in output.with_name("replies.jsonl.part").read_text().splitlines() if '"key"' in line]
     assert kept, "what was finished before the kill is kept"
 
     second: list[RegeneratedTurn] = []
-    report = regenerate(conversations, client, template, facts, config, output, producer="v1", on_turn=second.append)
+    report = regenerate(
+        conversations, client, template, facts, config, output, capture=True, producer="v1", on_turn=second.append
+    )
     assert report.resumed == len(kept) and report.written == 22 and report.conversations == 23
     assert report.cut["tool_call"] == 1 and report.dropped == {"no_reply": 1}
     resumed = {json.loads(line)["record"]["id"] for line in kept}
@@ -137,12 +143,11 @@ def test_regeneration_resumes_captures_and_feeds_preparation(
     rows = RowSet.open(tmp_path / "rows")
     check_against_engine(rows, client, sample=8).require()
 
-    captured = captured_rows(output, rows)
-    assert sorted(captured.handles) == list(range(rows.num_rows))
-    assert len(captured.handles) + len(captured.unused) == report.replies
+    handles = match_handles(rows, read_regenerated(output))
+    assert sorted(handles) == list(range(rows.num_rows))
     reader = open_reader("file", {"root": str(records)})
-    for index, handle in captured.handles.items():
-        record = reader.get(Handle.from_json(handle), 30)
+    for index, handle in handles.items():
+        record = reader.get(handle, 30)
         assert record.token_ids.tolist() == rows.row(index).input_ids[:-1].tolist()
         assert tuple(record.hidden_states.shape) == (rows.length(index) - 1, 2, facts.hidden_size)
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from hs_connectors.contract import Handle
 from speculators_core.data.config import DataConfig
-from speculators_core.data.prepare import check_replies, prepare
-from speculators_core.data.regenerate import captured_rows
+from speculators_core.data.prepare import check_content, prepare
 from speculators_core.data.rows import RowSet
 from speculators_core.data.template import ChatTemplate
 from speculators_core.errors import DataError, DraftsmithError, VerifierError
+from speculators_core.states.replies import match_handles, read_regenerated
 
 from .conftest import CHATML, CONVERSATIONS, FORGETFUL
 
@@ -171,12 +172,11 @@ def test_exact_turns_share_a_row_where_ids_continue(verifier: Path, tmp_path: Pa
     report = prepare(settings(write(source, [record])), verifier, tmp_path / "rows")
     rows = RowSet.open(tmp_path / "rows")
     assert report.exact_turns == 3 and report.rows == 1 and rows.record(0).turns == (2, 4, 6)
-    captured = captured_rows(source, rows)
-    assert captured.handles == {0: {"backend": "file", "key": "r6"}}
-    assert [handle["key"] for handle in captured.unused] == ["r2", "r4"]
+    assert match_handles(rows, read_regenerated(source)) == {0: Handle("file", "r6")}
 
     prepare(settings(str(source), max_length=rows.length(0) - 2), verifier, tmp_path / "short")
-    assert captured_rows(source, RowSet.open(tmp_path / "short")).handles == {}, "a cut row has no record"
+    short = RowSet.open(tmp_path / "short")
+    assert match_handles(short, read_regenerated(source)) == {}, "a cut row has no record"
 
 
 def test_bad_input_ends_before_the_first_token(
@@ -217,10 +217,11 @@ def test_a_data_set_without_replies_is_known_before_anything_is_tokenised(tmp_pa
     asked = tmp_path / "asked.jsonl"
     asked.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
     with pytest.raises(DataError, match="no assistant turn"):
-        check_replies([str(asked)])
+        check_content(settings(str(asked)))
+    check_content(settings(str(asked), replies="regenerate"))
     with asked.open("a") as file:
         file.write(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
-    check_replies([str(asked)])
+    check_content(settings(str(asked)))
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(DataError, match="no usable conversation"):
-        check_replies([str(tmp_path / "empty.jsonl")])
+        check_content(settings(str(tmp_path / "empty.jsonl"), replies="regenerate"))

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from speculators_core.data.config import RegenerationConfig
+from speculators_core.data.config import DataConfig, RegenerationConfig
 from speculators_core.data.conversations import normalise
-from speculators_core.data.regenerate import _key, _resume
+from speculators_core.data.regenerate import _key, _resume, regenerate
+from speculators_core.errors import ConfigError
 
 
 def lines(path: Path) -> list[str]:
@@ -40,6 +41,11 @@ def test_the_key_follows_the_questions_and_not_the_old_answers() -> None:
     assert key("a", "b", tools=[tool]) != key("a", "b")
 
 
-def test_sampled_replies_are_not_captured_in_the_same_request() -> None:
-    with pytest.raises(ValueError, match="capture the written replies after"):
-        RegenerationConfig(capture=True, temperature=0.7)
+def test_sampled_replies_are_not_captured_in_the_same_request(tmp_path: Path) -> None:
+    sampled = RegenerationConfig(temperature=0.7)
+    with pytest.raises(ConfigError, match="cannot be captured in the same request") as caught:
+        regenerate([], None, None, None, sampled, tmp_path / "x", capture=True)  # type: ignore[arg-type]
+    assert caught.value.mend and "draftsmith data regenerate" in caught.value.mend
+    with pytest.raises(ValueError, match=r"draftsmith data regenerate --temperature"):
+        DataConfig(sources=("x",), replies="regenerate", regeneration=sampled)
+    DataConfig(sources=("x",), regeneration=sampled)
