@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -209,3 +209,9 @@ def produce(
         kept = made_of.model_copy(update=took)
         meta[MADE_OF] = kept.model_dump(mode="json")
         return result(run.store.publish(workspace, kind, key, meta, producer=versions()), cached=False)
+
+
+def together(result: StageResult, parts: Sequence[StageResult]) -> StageResult:
+    """The last part's result, as long as all parts took, and found only where all were."""
+    seconds, cached = sum(part.seconds for part in parts), all(part.cached for part in parts)
+    return result.model_copy(update={"seconds": seconds, "cached": cached})

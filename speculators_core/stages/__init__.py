@@ -1,0 +1,66 @@
+"""The loop's stages as plain functions: each finds its result in the store or makes it.
+
+    preflight → prepare → capture → train → export → evaluate
+
+A stage's cache key is a digest of its inputs, its configuration, its hand-bumped version and the versions of
+vllm, torch and transformers where they matter; never a path, a run id or a commit (decision of the design).
+Two processes that ask for the same key compute it once; a killed stage goes on from its workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from speculators_core.run import Run, StageResult
+from speculators_core.stages.draft import export, preflight, train, training_key
+from speculators_core.stages.measuring import (
+    baseline,
+    evaluate,
+    evaluate_exported,
+    has_baseline,
+    measure,
+    read_evaluation,
+    time_arms,
+)
+from speculators_core.stages.states import capture, prepare, regenerate
+from speculators_core.stages.versions import VERSIONS
+
+ORDER = ("preflight", "prepare", "capture", "train", "export", "evaluate")
+
+
+def run_until(run: Run, last: str) -> Iterator[StageResult]:
+    """The stages in order, up to and with `last`; each is done when it is yielded."""
+    results: dict[str, StageResult] = {}
+    steps: dict[str, Callable[[], StageResult]] = {
+        "preflight": lambda: preflight(run),
+        "prepare": lambda: prepare(run),
+        "capture": lambda: capture(run, results["prepare"].ref),
+        "train": lambda: train(run, results["capture"].ref),
+        "export": lambda: export(run, results["train"].ref),
+        "evaluate": lambda: evaluate_exported(run, results["export"].ref, results["prepare"].ref),
+    }
+    assert tuple(steps) == ORDER
+    for name in ORDER[: ORDER.index(last) + 1]:
+        results[name] = steps[name]()
+        yield results[name]
+
+
+__all__ = [
+    "ORDER",
+    "VERSIONS",
+    "baseline",
+    "capture",
+    "evaluate",
+    "evaluate_exported",
+    "export",
+    "has_baseline",
+    "measure",
+    "preflight",
+    "prepare",
+    "read_evaluation",
+    "regenerate",
+    "run_until",
+    "time_arms",
+    "train",
+    "training_key",
+]

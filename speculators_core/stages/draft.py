@@ -1,0 +1,133 @@
+"""The draft itself: whether one of its shape can be served, its training, and the directory that vLLM loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speculators_core.provenance import versions
+from speculators_core.run import Run, StageResult, WarmStart, produce
+from speculators_core.stages.versions import VERSIONS
+from speculators_core.store import input_digest
+from speculators_core.types import ArtifactRef, Json
+
+if TYPE_CHECKING:
+    from speculators_core.formats.card import ModelCard
+    from speculators_core.training.request import TrainRequest
+
+BEGAN = {"digest", "head"}
+"""What is kept of a draft that training began from."""
+
+
+def preflight(run: Run) -> StageResult:
+    """Serve an untrained draft of this shape for a few tokens: what cannot be served fails in the first minute.
+
+    A server that somebody else runs is asked instead whether it fits, and that every time.
+    """
+    if run.check:
+        from speculators_core.preflight import check_inputs, check_warm_start
+
+        check_inputs(run.recipe, run.facts, run.verifier, run.layer_ids)
+        if run.warm_start is not None and run.warm_start.path is not None:
+            check_warm_start(run.recipe, run.verifier, Path(run.warm_start.path), head=run.warm_start.head)
+    if not run.only_look:
+        from speculators_core.remote import greet_servers
+
+        greet_servers(run)
+    inputs = {"verifier config": run.fingerprint.parts["config"], "runtime": run.runtime.key}
+    settings = {"draft": run.draft_shape}
+    key = input_digest("preflight", VERSIONS["preflight"], {**inputs, **settings})
+
+    def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core.preflight import serve_untrained
+
+        if run.recipe.runtime.url is not None:
+            return {"drafts": 0, "vllm": run.runtime.vllm}
+        return serve_untrained(run.recipe, run.home, workspace)
+
+    return produce(run, "preflight", "preflight", key, inputs, build, settings=settings)
+
+
+def train(run: Run, states: ArtifactRef) -> StageResult:
+    """This algorithm on these states, in a process of its own.
+
+    Where the draft to start from is what this run would make (a recipe that starts from its own champion, run again),
+    it is not trained further: the training that made it is found.
+    """
+    start, inputs, settings, key = run.warm_start, *training_key(run, states, run.warm_start)
+    for before in start.before if start is not None else ():
+        known = training_key(run, states, before)
+        if run.store.find("training", known[-1]) is not None:
+            start, inputs, settings, key = before, *known
+
+    def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core.training_process import run_training
+
+        request = train_request(run, run.store.path(states), workspace, start)
+        report = run_training(request, run.home, run.progress).model_dump(mode="json")
+        return {**report, "began_from": None if start is None else start.model_dump(mode="json", include=BEGAN)}
+
+    return produce(run, "train", "training", key, inputs, build, settings=settings)
+
+
+def export(run: Run, training: ArtifactRef) -> StageResult:
+    """The best checkpoint as vLLM loads it, under the verifier's published name."""
+    publish = run.published_name
+    card = model_card(run)
+    inputs = {"training": training.digest, "verifier": run.fingerprint.digest}
+    settings: dict[str, Json] = {"name": publish, "card": card.model_dump(mode="json")}
+    key = input_digest("export", VERSIONS["draft"], {**inputs, **settings})
+
+    def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core import build as trainer
+
+        trained = run.store.path(training)
+        trainer.export(train_request(run, Path(), trained), trained, publish, workspace, card)
+        began = run.store.manifest(training).meta.get("began_from")
+        return {"verifier": publish, "algorithm": str(run.recipe.algorithm["kind"]), "began_from": began}
+
+    return produce(run, "export", "draft", key, inputs, build, settings=settings)
+
+
+def training_key(run: Run, states: ArtifactRef, start: WarmStart | None) -> tuple[dict[str, str], dict[str, Json], str]:
+    """Inputs, settings and key of a training that begins from `start`: its digest counts, never where it lies."""
+    inputs = {"states": states.digest, "verifier": run.fingerprint.digest}
+    settings: dict[str, Json] = {
+        "draft": run.draft_shape,
+        "training": run.recipe.training.model_dump(mode="json", exclude={"warm_start"}),
+        "versions": versions("torch"),
+    }
+    if start is not None:
+        inputs["warm start"] = start.digest
+        settings["warm head"] = start.head
+    return inputs, settings, input_digest("train", VERSIONS["training"], {**inputs, **settings})
+
+
+def train_request(run: Run, states: Path, output: Path, start: WarmStart | None = None) -> TrainRequest:
+    """What the training process is told."""
+    from speculators_core.training.request import TrainRequest
+
+    return TrainRequest(
+        states=str(states),
+        verifier=str(run.verifier),
+        algorithm=run.recipe.algorithm,
+        training=run.recipe.training.model_copy(update={"warm_start": None}),  # `start` is what it led to
+        draft_vocabulary_size=run.recipe.draft_vocabulary,
+        output=str(output),
+        warm_start=None if start is None else start.path,
+        warm_head=start is None or start.head,
+    )
+
+
+def model_card(run: Run) -> ModelCard:
+    """What the draft's card says beyond its config."""
+    from speculators_core.formats.card import ModelCard
+
+    verifier = run.recipe.verifier
+    return ModelCard(
+        title=f"{run.recipe.deployment}: {run.recipe.algorithm['kind']} draft",
+        verifier_license=verifier.license,
+        data_license=run.recipe.export.data_license,
+        verifier_fingerprint=run.fingerprint.digest,
+        facts={"verifier revision": verifier.revision} if verifier.revision else {},
+    )

@@ -1,0 +1,149 @@
+"""From conversations to hidden states: replies where they are to be made, token rows, capture."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speculators_core.data.conversations import read_conversations
+from speculators_core.data.rows import RowSet
+from speculators_core.provenance import versions
+from speculators_core.run import Run, StageResult, produce, together
+from speculators_core.stages.versions import VERSIONS
+from speculators_core.store import input_digest
+from speculators_core.types import ArtifactRef, Json
+from speculators_core.verifier.fingerprint import capture_key
+
+if TYPE_CHECKING:
+    from speculators_core.engine.server import Engine
+
+
+def regenerate(run: Run) -> StageResult:
+    """The verifier answers the conversations anew; the same requests leave its hidden states for `capture`."""
+    from speculators_core.data import prepare as data
+
+    config, engine = run.recipe.data, run.recipe.capture
+    inputs = {
+        "sources": data.digest_sources(config.sources, home=run.home),
+        "verifier": run.fingerprint.digest,
+        "runtime": run.capture_runtime.key,
+    }
+    settings: dict[str, Json] = {
+        "regeneration": config.regeneration.model_dump(mode="json", exclude={"concurrency"}),
+        **config.model_dump(mode="json", include={"max_rows", "max_length", "seed"}),
+        "dtype": engine.dtype,
+    }
+    key = input_digest("regenerate", VERSIONS["replies"], {**inputs, **settings})
+
+    def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core.states import replies
+
+        runtime = engine.runtime or run.recipe.runtime
+        longest = min(config.regeneration.max_context or config.max_length, config.max_length)
+        records = records_of(run, key)
+        report = replies.answer(
+            data.draw(list(read_conversations(config.sources, Counter())), config),
+            runtime,
+            run.layer_ids,
+            run.fingerprint.digest,
+            engine,
+            config.regeneration.model_copy(update={"max_context": longest}),
+            records / replies.REPLIES,
+            # a server that somebody else runs captures elsewhere; and some families vLLM cannot capture at all
+            records=records if runtime.url is None and engine.source == "engine" else None,
+            verifier_dir=run.verifier,
+            home=run.home,
+            template_kwargs=config.template_kwargs,
+            trust_remote_code=run.recipe.verifier.trust_remote_code,
+            progress=run.progress,
+        )
+        replies.publish_replies(records / replies.REPLIES, workspace / replies.REPLIES)
+        return report.model_dump(mode="json")
+
+    return produce(run, "regenerate", "replies", key, inputs, build, settings=settings)
+
+
+def prepare(run: Run) -> StageResult:
+    """Conversations, through this tokenizer and template, become token rows with loss masks.
+
+    Where the recipe wants it, the verifier answers the conversations first.
+    """
+    from speculators_core.data import prepare as data
+
+    config = run.recipe.data
+    answered = regenerate(run) if config.replies == "regenerate" else None
+    inputs = {
+        "sources": data.digest_sources(config.sources, home=run.home) if answered is None else answered.ref.digest,
+        "tokenizer": run.fingerprint.parts["tokenizer"],
+        "chat template": run.fingerprint.parts["chat_template"],
+    }
+    kept = config.model_dump(mode="json", exclude={"sources", "replies", "regeneration"})
+    settings = {"config": kept, "versions": versions("transformers")}
+    key = input_digest("prepare", VERSIONS["dataset"], {**inputs, **settings})
+
+    def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core.states.replies import REPLIES
+
+        rows = config
+        if answered is not None:
+            rows = config.model_copy(update={"sources": (str(run.store.path(answered.ref) / REPLIES),)})
+        return data.prepare(rows, run.verifier, workspace, progress=run.progress).model_dump(mode="json")
+
+    result = produce(run, "prepare", "dataset", key, inputs, build, settings=settings)
+    return result if answered is None else together(result, (answered, result))
+
+
+def capture(run: Run, dataset: ArtifactRef) -> StageResult:
+    """These rows through this verifier on this runtime: hidden states at the draft's layers and the last."""
+    config = run.recipe.capture
+    answered = regenerate(run) if run.recipe.data.replies == "regenerate" else None
+    inputs = {
+        "dataset": dataset.digest,
+        "verifier": run.fingerprint.digest,
+        "capture": capture_key(run.fingerprint, run.capture_runtime.key, run.layer_ids, config.dtype),
+    }
+    key = input_digest("capture", VERSIONS["states"], {**inputs, "source": config.source})
+    # what the capture key is made of, by name
+    settings: dict[str, Json] = {"source": config.source, "dtype": config.dtype, "layers": list(run.layer_ids)}
+    settings["runtime"] = run.capture_runtime.key
+
+    def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core.states.capture import capture_rows
+        from speculators_core.states.replies import capture_answers
+
+        rows = RowSet.open(run.store.path(dataset))
+        records = None if answered is None else records_of(run, answered.ref.uri.rsplit("/", 1)[-1])
+        report = (partial(capture_answers, records=records) if records is not None else capture_rows)(
+            rows,
+            config.runtime or run.recipe.runtime,
+            run.layer_ids,
+            run.fingerprint.digest,
+            config,
+            workspace,
+            verifier_dir=run.verifier,
+            home=run.home,
+            trust_remote_code=run.recipe.verifier.trust_remote_code,
+            check=lambda engine: require_same_rendering(run, rows, engine),
+            progress=run.progress,
+        )
+        if records is not None:
+            shutil.rmtree(records, ignore_errors=True)  # they are in the set
+        return report.model_dump(mode="json")
+
+    return produce(run, "capture", "states", key, inputs, build, settings=settings)
+
+
+def records_of(run: Run, key: str) -> Path:
+    """Where the records of regenerated replies lie until they are a set; other layers, another place."""
+    return run.home / "records" / f"{key[:24]}-{'-'.join(map(str, run.layer_ids))}"
+
+
+def require_same_rendering(run: Run, rows: RowSet, engine: Engine) -> None:
+    """The first rung of parity: the engine makes the same token ids of our messages. DataError when it doesn't."""
+    from speculators_core.data.check import check_against_engine
+
+    with engine.client() as client:
+        check_against_engine(rows, client, template_kwargs=run.recipe.data.template_kwargs).require()
