@@ -14,12 +14,14 @@ import torch
 from safetensors.torch import save_file
 
 from speculators_core.config import load_recipe
+from speculators_core.errors import RegistryError
 from speculators_core.lifecycle.promotion import settle
 from tasks.adapters.aliases import MlflowAliases
 from tasks.adapters.registry_view import look
 from tasks.adapters.tracking import Tracking
 from tasks.planning import serving_version
 from tests.integration.planning_world import MODEL, TEMPLATE, World, serve_runtime
+from tests.integration.test_registry_protocol import Server
 
 
 @pytest.fixture
@@ -91,6 +93,16 @@ def test_the_quick_look_sees_what_mlflow_sees(world: World) -> None:
     assert list(seen.tags) == aliases.versions(MODEL) == ["2", "3"]
     assert seen.tags == {version: aliases.tags(MODEL, version) for version in ("2", "3")}
     assert look(world.settings, "nothing").aliases == {}
+    server = Server(world.home)
+    server.start()
+    try:
+        remote = world.settings.model_copy(update={"tracking_uri": server.uri})
+        assert look(remote, MODEL) == seen, "through the server's REST API"
+        assert look(remote, "nothing").aliases == {}
+    finally:
+        server.stop()
+    with pytest.raises(RegistryError, match="failed to show"):
+        look(remote, MODEL)
 
 
 def test_what_is_no_plan_is_said(world: World) -> None:

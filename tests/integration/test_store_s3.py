@@ -165,3 +165,32 @@ def test_a_server_that_is_away_is_an_error_and_not_a_miss(
             Store(s3, scratch=tmp_path).find("states", KEY)
     finally:
         s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_verifier_below_an_s3_url_has_the_fingerprint_of_a_local_copy(s3: str, tmp_path: Path) -> None:
+    import json
+
+    import s3fs
+    import torch
+    from safetensors.torch import save_file
+
+    from speculators_core.errors import VerifierError
+    from speculators_core.verifier.fingerprint import describe_location, fingerprint
+
+    local, prefix = tmp_path / "verifier", f"{s3}/models/{uuid4().hex}"
+    local.mkdir()
+    (local / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 4}))
+    (local / "chat_template.jinja").write_text("{{ messages }}")
+    save_file({"weight": torch.ones(3_000_000)}, local / "model.safetensors")  # 12 MB: more than one block
+    filesystem = s3fs.S3FileSystem()
+    for file in local.iterdir():
+        filesystem.put(str(file), f"{prefix}/{file.name}")
+    home = tmp_path / "home"
+    before = describe_location(prefix, home=home)
+    assert before.fingerprint == fingerprint(local, home=None)
+    save_file({"weight": torch.zeros(3_000_000)}, local / "model.safetensors")  # as many bytes as before
+    filesystem.put(str(local / "model.safetensors"), f"{prefix}/model.safetensors")
+    after = describe_location(prefix, home=home)
+    assert after.fingerprint.changed_parts(before.fingerprint) == ("weights",), "what is remembered is told by ETag"
+    with pytest.raises(VerifierError, match="is not a verifier"):
+        describe_location(f"{s3}/models/nothing", home=home)
