@@ -19,6 +19,7 @@ from speculators_core.stages.measuring import (
     evaluate_exported,
     has_baseline,
     measure,
+    measure_ngram,
     read_evaluation,
     time_arms,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "export",
     "has_baseline",
     "measure",
+    "measure_ngram",
     "preflight",
     "prepare",
     "read_evaluation",

@@ -77,6 +77,21 @@ def measure(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> Sta
     return produce(run, "measure", "measurement", key, inputs, build, settings=settings)
 
 
+def measure_ngram(run: Run, dataset: ArtifactRef) -> StageResult:
+    """vLLM's n-gram look-up on the held-back prompts: what can be had without any draft."""
+    inputs = measured_with(run, dataset)
+    settings = {"config": run.recipe.evaluation.run_inputs(speculation=True)}
+    key = input_digest("ngram", VERSIONS["measurement"], {**inputs, **settings})
+
+    def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core.evaluation.measure import measure_ngram as measure_look_up
+
+        found = measure_look_up(conditions(run, dataset), workspace)
+        return {"k": found.k, "tokens_per_step": found.tokens_per_step, "prompts": found.count, "tokens": found.tokens}
+
+    return produce(run, "ngram", "measurement", key, inputs, build, settings=settings)
+
+
 def time_arms(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> StageResult:
     """Speed with and without the draft, the arms alternating: an artifact of its own, since it costs two engines."""
     inputs = {**measured_with(run, dataset), "draft": digest}
