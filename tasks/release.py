@@ -15,6 +15,7 @@ from pydantic import Field
 from speculators_core import stages
 from speculators_core.config import Recipe
 from speculators_core.data.rows import RowSet
+from speculators_core.evaluation.records import Measurement, read_measurement
 from speculators_core.evaluation.report import EvaluationReport
 from speculators_core.lifecycle.changes import tags_of
 from speculators_core.lifecycle.gate import GateDecision, decide
@@ -44,6 +45,7 @@ from tasks.adapters.settings import settings
 from tasks.observe import flow_run_id, parent_run, tracking
 from tasks.planning import world_of
 from tasks.policies import stage_task
+from tasks.reporting import build_report, publish_report
 from tasks.versions import (
     INCUMBENT_TAG,
     NO_INCUMBENT,
@@ -58,6 +60,7 @@ from tasks.warm_start import BEGAN_TAG, recipe_start
 log = logging.getLogger(__name__)
 
 EVALUATION_TAG = "evaluation.digest"
+DECISION_TAG = "gate.decision"
 APPROVAL_TAG, APPROVED = "gate.approval", "approved"
 
 
@@ -207,6 +210,8 @@ class Verdict:
     incumbent: EvaluationReport | None
     evaluations: tuple[str, ...]
     """Digests of the evaluations behind it, the candidate's first."""
+    ngram: Measurement | None
+    """The training-free baseline, where the recipe asks for it."""
 
 
 def judge_version(
@@ -221,6 +226,11 @@ def judge_version(
     model, version = registration.model, registration.version
     displaced = None if incumbent is None else fetch_draft(settings(), aliases.tags(model, incumbent), model, incumbent)
     verdict = judge(run, (run.store.path(draft), draft.digest), displaced, dataset)
+    known = aliases.tags(model, version).get(DECISION_TAG)
+    if known != verdict.decision.model_dump_json():  # the report of this very decision is not there yet
+        serving = None if incumbent is None else (incumbent, aliases.tags(model, incumbent))
+        measured = verdict.candidate, verdict.incumbent, verdict.ngram
+        publish_report(run, build_report(run, (model, version), draft, dataset, verdict.decision, measured, serving))
     note_decision(aliases, model, version, verdict.decision, incumbent)
     note_cell(aliases, model, version, cell_here(run, verdict.candidate, verdict.decision, verdict.evaluations[0]))
     if incumbent is not None and verdict.incumbent is not None:
@@ -256,10 +266,18 @@ def judge(run: Run, candidate: Draft, incumbent: Draft | None, dataset: Artifact
         used = reports[0].acceptance.prompts
         wanted = min(decision.next_prompts or 0, held_back)
         if decision.outcome != "inconclusive" or wanted <= used:
-            return Verdict(decision, reports[0], against, tuple(ref.digest for ref in refs))
+            look_up = measure_baselines(run, dataset)
+            return Verdict(decision, reports[0], against, tuple(ref.digest for ref in refs), look_up)
         log.info("gate=inconclusive prompts=%d drawing up to %d", used, wanted)
         evaluation = run.recipe.evaluation.model_copy(update={"max_prompts": wanted})
         run = replace(run, recipe=run.recipe.model_copy(update={"evaluation": evaluation}))
+
+
+def measure_baselines(run: Run, dataset: ArtifactRef) -> Measurement | None:
+    """N-gram look-up on the verdict's prompts, where the recipe asks for it and the engine is ours to start."""
+    if not run.recipe.evaluation.baselines or not stages.has_baseline(run):
+        return None
+    return read_measurement(run.store.path(stages.measure_ngram(run, dataset).ref))
 
 
 def note_decision(
@@ -272,7 +290,7 @@ def note_decision(
         {
             GATE_TAG: decision.outcome,
             "gate.reasons": "; ".join(decision.reasons),
-            "gate.decision": decision.model_dump_json(),
+            DECISION_TAG: decision.model_dump_json(),
             INCUMBENT_TAG: incumbent or NO_INCUMBENT,
         },
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from speculators_core.types import Json, StrictModel
@@ -69,6 +71,10 @@ class EvaluationConfig(StrictModel):
             **settings,
             "concurrencies": list(self.speed_concurrencies()),
         }
+
+    baselines: tuple[Literal["ngram"], ...] = Field(
+        default=(), description="Training-free ways to measure beside the draft; each costs an engine start."
+    )
 
     def run_inputs(self, *, speculation: bool) -> dict[str, Json]:
         """The fields that a run's cache key needs; those of a run without speculation leave `k` out."""

@@ -5,6 +5,7 @@ verifier, runtime and prompts and serves every draft that is measured on them.
 
     measure_baseline → baseline.json, replies.safetensors (token ids, so that later drafts can be held against them)
     measure_draft    → measurement.json, per_prompt.jsonl (counts only)
+    measure_ngram    → the same of vLLM's n-gram look-up, which needs no draft
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from speculators_core.engine.client import EngineClient, Generation
 from speculators_core.engine.metrics import SpecDecodeCounters
 from speculators_core.engine.runtime import probe_runtime
+from speculators_core.engine.server import ServerSpec
 from speculators_core.errors import EvaluationError
 from speculators_core.evaluation.config import EvaluationConfig
 from speculators_core.evaluation.lossless import find_divergences, repeated_share
@@ -39,6 +41,9 @@ from speculators_core.types import ProgressCallback
 
 log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
+NGRAM = "ngram"
+"""vLLM's name of the method, and what stands for a draft in its measurement."""
+NGRAM_TOKENS = 3
 
 
 def measure_baseline(conditions: Conditions, output: Path) -> Baseline:
@@ -97,7 +102,6 @@ def measure_draft(
             that are not this run's alone.
     """
     config, chosen = conditions.config, conditions.choose()
-    requests = generation_requests(chosen, config)
     k = config.k or drafted_tokens(draft_dir)
     info = probe_runtime(conditions.runtime, home=conditions.home)
     identity = Identity(
@@ -109,11 +113,48 @@ def measure_draft(
     )
     require_served(conditions.runtime, identity.draft)
     expected = None if baseline is None else _expected_replies(baseline, chosen, config, identity)
+    with served_directory(draft_dir, conditions.verifier_dir, conditions.home / "scratch") as served:
+        return _measure(conditions, chosen, conditions.spec(served, chosen, k=k), identity, k, expected, output)
+
+
+def measure_ngram(conditions: Conditions, output: Path) -> Measurement:
+    """The training-free baseline: the verifier drafts from its own context, by vLLM's n-gram look-up.
+
+    It drafts only where the last tokens occurred before, so AL = 1 + accepted / drafts speaks of those steps alone:
+    compare `Measurement.tokens_per_step`. No draft at all is a result, not an error.
+
+    Raises:
+        EngineError: the engine did not start, or died.
+        EvaluationError: prompts as in `measure_baseline`, or counters that are not this run's alone.
+    """
+    config, chosen = conditions.config, conditions.choose()
+    k = config.k or NGRAM_TOKENS
+    info = probe_runtime(conditions.runtime, home=conditions.home)
+    identity = Identity(
+        draft=NGRAM,
+        verifier_fingerprint=conditions.verifier_fingerprint,
+        runtime_key=info.key,
+        vllm=info.vllm,
+        prompts=prompts_digest(chosen),
+    )
+    look_up = {"method": NGRAM, "num_speculative_tokens": k, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    spec = conditions.spec(conditions.verifier_dir, chosen, k=k).model_copy(update={"speculative": look_up})
+    return _measure(conditions, chosen, spec, identity, k, None, output)
+
+
+def _measure(
+    conditions: Conditions,
+    chosen: Sequence[EvaluationPrompt],
+    spec: ServerSpec,
+    identity: Identity,
+    k: int,
+    expected: Mapping[str, Sequence[int]] | None,
+    output: Path,
+) -> Measurement:
+    config = conditions.config
+    requests = generation_requests(chosen, config)
     started = time.monotonic()
-    with (
-        served_directory(draft_dir, conditions.verifier_dir, conditions.home / "scratch") as served,
-        conditions.serving(conditions.spec(served, chosen, k=k)) as (_, client),
-    ):
+    with conditions.serving(spec) as (_, client):
         engine_seconds = time.monotonic() - started
         warm_up(client, requests, config)
         before = _settled_counters(client)
@@ -129,8 +170,9 @@ def measure_draft(
             f"the server drafts {len(counted.accepted_per_position)} tokens a step, and evaluation.k is {k}",
             mend="set evaluation.k to the server's, or start it with what `draftsmith runtime flags --draft` prints",
         )
-    per_prompt = _count_prompts(chosen, run, k, divergences, config)
-    _require_same_counts(counted, per_prompt)
+    sometimes = identity.draft == NGRAM
+    per_prompt = _count_prompts(chosen, run, k, divergences, config, sometimes=sometimes)
+    _require_same_counts(counted, per_prompt, sometimes=sometimes)
     measurement = Measurement(
         identity=identity,
         k=k,
@@ -150,7 +192,7 @@ def measure_draft(
     output.mkdir(parents=True, exist_ok=True)
     write_jsonl(output / "per_prompt.jsonl", per_prompt)
     write_text(output / "measurement.json", measurement.model_dump_json(indent=2) + "\n")
-    log.info("draft: AL %.3f at K = %d on %d prompts", counted.acceptance_length, k, len(chosen))
+    log.info("%s: AL %.3f at K = %d on %d prompts", identity.draft[:12], counted.acceptance_length, k, len(chosen))
     return measurement
 
 
@@ -179,19 +221,26 @@ def _count_prompts(
     k: int,
     divergences: Sequence[Divergence] | None,
     config: EvaluationConfig,
+    *,
+    sometimes: bool,
 ) -> tuple[PromptCounts, ...]:
     parted = None if divergences is None else {divergence.id for divergence in divergences}
     return tuple(
-        _prompt_counts(prompt, reply, k, None if parted is None else prompt.id not in parted, config)
+        _prompt_counts(prompt, reply, k, None if parted is None else prompt.id not in parted, config, sometimes)
         for prompt, reply in zip(prompts, run.replies, strict=True)
     )
 
 
 def _prompt_counts(
-    prompt: EvaluationPrompt, reply: Generation, k: int, identical: bool | None, config: EvaluationConfig
+    prompt: EvaluationPrompt,
+    reply: Generation,
+    k: int,
+    identical: bool | None,
+    config: EvaluationConfig,
+    sometimes: bool,
 ) -> PromptCounts:
     found: Any = reply.spec_metrics
-    if found is None and len(reply.token_ids) <= 1:  # ended with its first token: nothing was drafted
+    if found is None and (sometimes or len(reply.token_ids) <= 1):  # nothing was drafted
         found = {"acceptance_histogram": [0]}
     try:
         # histogram[j]: drafts of which exactly j tokens were accepted
@@ -214,9 +263,9 @@ def _prompt_counts(
     )
 
 
-def _require_same_counts(counted: SpecDecodeCounters, per_prompt: Sequence[PromptCounts]) -> None:
+def _require_same_counts(counted: SpecDecodeCounters, per_prompt: Sequence[PromptCounts], *, sometimes: bool) -> None:
     drafts, accepted = sum(row.drafts for row in per_prompt), sum(row.accepted for row in per_prompt)
-    if not counted.drafts:
+    if not counted.drafts and not sometimes:
         raise EvaluationError(
             "the engine drafted nothing", mend="look in the engine's log whether the draft was loaded"
         )

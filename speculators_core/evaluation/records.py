@@ -80,6 +80,11 @@ class Measurement(StrictModel):
     per_prompt: tuple[PromptCounts, ...] = Field(default=(), exclude=True)
 
     @property
+    def tokens_per_step(self) -> float:
+        """Generated tokens over the verifier's steps for them: AL, with the steps that drafted nothing counted too."""
+        return self.tokens / (self.tokens - self.accepted)
+
+    @property
     def tokens_per_second(self) -> float:
         """Generated tokens over the wall time of the run."""
         return self.tokens / self.seconds
