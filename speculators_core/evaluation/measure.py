@@ -222,7 +222,7 @@ def _count_prompts(
     divergences: Sequence[Divergence] | None,
     config: EvaluationConfig,
     *,
-    sometimes: bool,
+    sometimes: bool = False,
 ) -> tuple[PromptCounts, ...]:
     parted = None if divergences is None else {divergence.id for divergence in divergences}
     return tuple(
@@ -237,7 +237,7 @@ def _prompt_counts(
     k: int,
     identical: bool | None,
     config: EvaluationConfig,
-    sometimes: bool,
+    sometimes: bool = False,
 ) -> PromptCounts:
     found: Any = reply.spec_metrics
     if found is None and (sometimes or len(reply.token_ids) <= 1):  # nothing was drafted
@@ -263,7 +263,7 @@ def _prompt_counts(
     )
 
 
-def _require_same_counts(counted: SpecDecodeCounters, per_prompt: Sequence[PromptCounts], *, sometimes: bool) -> None:
+def _require_same_counts(counted: SpecDecodeCounters, per_prompt: Sequence[PromptCounts], *, sometimes: bool = False) -> None:
     drafts, accepted = sum(row.drafts for row in per_prompt), sum(row.accepted for row in per_prompt)
     if not counted.drafts and not sometimes:
         raise EvaluationError(
