@@ -68,6 +68,7 @@ class SpeedSummary(StrictModel):
     with_draft: float = Field(serialization_alias="with")
     without: float
     concurrency: int
+    arms: str = Field(description="how the two arms were run: the cheap figure, or alternating rounds")
 
 
 class TrainingSummary(StrictModel):
@@ -132,7 +133,7 @@ def rows(summary: LoopSummary) -> Sequence[tuple[str, str]]:
             "identical replies",
             f"{summary.lossless.identical} of {summary.lossless.prompts}; rounding parts others, see the gate",
         ),
-        ("tokens/s", f"{s.with_draft:.0f} with, {s.without:.0f} without, {s.concurrency} requests at once"),
+        ("tokens/s", f"{s.with_draft:.0f} with, {s.without:.0f} without, {s.concurrency} requests at once; {s.arms}"),
         ("training", f"{summary.training.tokens:,} tokens in {summary.training.seconds:.0f} s"),
         ("registered", f"{summary.registry.model} version {summary.registry.version or '-'}  {list_aliases(summary)}"),
         ("gate", f"{summary.gate.outcome}: {'; '.join(summary.gate.reasons)}"),

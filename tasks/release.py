@@ -362,7 +362,9 @@ def summarise(
             tokens=a.tokens,
         ),
         lossless=LosslessSummary(prompts=lossless.prompts, identical=lossless.identical),
-        speed=SpeedSummary(with_draft=speed.with_, without=speed.without, concurrency=speed.concurrency),
+        speed=SpeedSummary(
+            with_draft=speed.with_, without=speed.without, concurrency=speed.concurrency, arms=speed.arms
+        ),
         training=TrainingSummary(
             tokens=trained["tokens"], seconds=trained["seconds"], eal=trained["validation"].get("eal")
         ),
