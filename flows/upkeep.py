@@ -25,7 +25,7 @@ def upkeep(recipe: Recipe, action: Action) -> Upkeep:
         return Upkeep(action=action, incumbent=None, kept=False, loop=None)
     dataset = stages.prepare(recipe)
     incumbent = measure_incumbent(recipe, dataset.ref)
-    if action == "re-evaluate" and incumbent is not None and incumbent.cell.state == "proven":
+    if action == "re-evaluate" and incumbent is not None and incumbent.holds:
         return Upkeep(action=action, incumbent=incumbent, kept=True, loop=None)
     if action == "retrain-afresh":
         recipe = from_random_weights(recipe)

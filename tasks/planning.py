@@ -19,7 +19,8 @@ from speculators_core.data.prepare import digest_sources
 from speculators_core.engine.runtime import Runtime, probe_runtime
 from speculators_core.errors import ConfigError, PlanError, RegistryError
 from speculators_core.lifecycle.changes import Action, Decision, OnChange, Proven, World, decide_action
-from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, RUNTIME_TAG
+from speculators_core.lifecycle.config import GateConfig
+from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG
 from speculators_core.lifecycle.plan import Facts, Plan, moved
 from speculators_core.lifecycle.promotion import CHAMPION, audit_log, may_serve
 from speculators_core.run import Run, WarmStart
@@ -75,7 +76,9 @@ class Situation:
     @cached_property
     def decision(self) -> Decision:
         """What changed, and the action that follows by the recipe's table."""
-        return decide_action(self.proven, self.world, self.run.recipe.lifecycle.on_change)
+        recipe, world = self.run.recipe, self.world
+        tried = tried_version(self.view, self.serving, world)
+        return decide_action(self.proven, world, recipe.lifecycle.on_change, margin=recipe.gate.margin, tried=tried)
 
     @property
     def details(self) -> tuple[PartChange, ...]:
@@ -122,6 +125,17 @@ def serving_version(view: ModelView, home: Path) -> str | None:
     if may_serve(tags, **pair)[0]:
         return champion
     return ours if ours in view.tags else None
+
+
+def tried_version(view: ModelView, champion: str | None, world: World) -> str | None:
+    """The newest other version that was trained for this verifier and runtime and judged; None where there is none."""
+    here = (world.verifier.digest, world.runtime_key)
+    judged = [
+        version
+        for version, tags in view.tags.items()
+        if version != champion and (tags.get(FINGERPRINT_TAG), tags.get(RUNTIME_TAG)) == here and GATE_TAG in tags
+    ]
+    return max(judged, key=int, default=None)
 
 
 def world_of(run: Run) -> World:
@@ -223,7 +237,8 @@ def explain_model(model: str, runtime: Runtime) -> Staleness:
     after = describe_location(tags[VERIFIER_TAG], revision=tags.get(REVISION_TAG), home=home, template_kwargs=kwargs)
     info = probe_runtime(runtime, home=home)
     world = World(verifier=after.fingerprint, shape=after.shape, runtime_key=info.key, runtime=info)
-    decision = decide_action(proven_version(view, version, before), world, OnChange())
+    proven, tried = proven_version(view, version, before), tried_version(view, version, world)
+    decision = decide_action(proven, world, OnChange(), margin=GateConfig().margin, tried=tried)
     details = difference(before, after) if before is not None and decision.parts else ()
     return staleness(model, version, decision, details)
 

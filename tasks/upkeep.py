@@ -7,7 +7,7 @@ import logging
 from pydantic import Field
 
 from speculators_core.config import Recipe
-from speculators_core.lifecycle.changes import Action
+from speculators_core.lifecycle.changes import Action, Proven
 from speculators_core.lifecycle.matrix import Cell
 from speculators_core.lifecycle.promotion import settle
 from speculators_core.run import Run, WarmStart
@@ -15,7 +15,7 @@ from speculators_core.summary import LoopSummary
 from speculators_core.types import ArtifactRef, StrictModel
 from tasks.adapters.settings import settings
 from tasks.observe import flow_run_id
-from tasks.planning import Situation
+from tasks.planning import Situation, world_of
 from tasks.policies import stage_task
 from tasks.release import measure_version
 from tasks.requests import BackfillRequest, UpkeepRequest
@@ -30,6 +30,7 @@ class Incumbent(StrictModel):
 
     version: str
     cell: Cell = Field(description="what the gate says of it here, with its acceptance length")
+    holds: bool = Field(description="passed, and within the gate's margin of what it was registered with")
 
 
 class Upkeep(StrictModel):
@@ -64,8 +65,10 @@ def measure_incumbent(recipe: Recipe, dataset: ArtifactRef) -> Incumbent | None:
     if version is None:
         return None
     cell = measure_version(run, recipe.deployment, version, dataset)
-    log.info("incumbent=%s state=%s al=%s", version, cell.state, cell.al)
-    return Incumbent(version=version, cell=cell)
+    proven = Proven.of_tags(version, open_aliases().tags(recipe.deployment, version))
+    held, why = proven.holds(world_of(run), recipe.gate.margin)
+    log.info("incumbent=%s state=%s al=%s: %s", version, cell.state, cell.al, why)
+    return Incumbent(version=version, cell=cell, holds=bool(held))
 
 
 @stage_task("warm-start")

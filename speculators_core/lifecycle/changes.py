@@ -93,6 +93,19 @@ class Proven(StrictModel):
     runtime: RuntimeInfo | None = None
     cells: tuple[Cell, ...] = Field((), description="every pair of verifier and runtime that it was measured on")
 
+    def holds(self, now: World, margin: float) -> tuple[bool | None, str]:
+        """Whether it was measured here since and is good enough, with a sentence; None: it was not measured here."""
+        here = (now.verifier.digest, now.runtime_key)
+        cell = next((cell for cell in self.cells if cell.pair.key == here), None)
+        if cell is None or cell.outcome is None:
+            return None, ""
+        if cell.state != "proven":
+            return False, f"the gate's outcome for the champion here is {cell.outcome}"
+        first = self.cells[0].al
+        if first is not None and cell.al is not None and cell.al < (1 - margin) * first:
+            return False, f"the champion's acceptance length fell from {first:.3f} to {cell.al:.3f} here"
+        return True, "the gate has passed the champion on this verifier and runtime since"
+
     @classmethod
     def of_tags(cls, version: str, tags: Mapping[str, str]) -> Proven:
         """Read a version's tags; unreadable ones count as missing."""
@@ -134,8 +147,16 @@ def tags_of(world: World) -> dict[str, str]:
     }
 
 
-def decide_action(proven: Proven | None, now: World, table: OnChange) -> Decision:
-    """Name what changed and look up what it asks for; without a champion everything is to be done."""
+def decide_action(
+    proven: Proven | None, now: World, table: OnChange, *, margin: float, tried: str | None = None
+) -> Decision:
+    """Name what changed and look up what it asks for; without a champion everything is to be done.
+
+    Args:
+        margin: relative loss of acceptance length that the gate tolerates; held against what the champion was
+            registered with when it was measured here since.
+        tried: another version that was trained for this verifier and runtime, and judged: it is not done again.
+    """
     if proven is None:
         return Decision(changes=(), parts=(), action="retrain-afresh", reasons=("nothing serves yet",))
     parts = changed_parts(proven, now)
@@ -143,14 +164,13 @@ def decide_action(proven: Proven | None, now: World, table: OnChange) -> Decisio
     actions: list[Action] = [getattr(table, change) for change in changes]
     action = max(actions, key=ACTIONS.index, default="nothing")
     reasons = [_sentence(change, proven, now) for change in changes]
-    here = (now.verifier.digest, now.runtime_key)
-    state = next((cell.state for cell in proven.cells if cell.pair.key == here), "untested")
-    if changes and state == "proven":
+    if action == "re-evaluate":
+        held, why = proven.holds(now, margin)
+        action = action if held is None else "nothing" if held else "retrain"
+        reasons += [why] if why else []
+    if action not in ("nothing", "re-evaluate") and tried is not None:
         action = "nothing"
-        reasons.append("the gate has passed the champion on this verifier and runtime since")
-    elif action == "re-evaluate" and state == "failed":
-        action = "retrain"
-        reasons.append("the gate has failed the champion on this verifier and runtime")
+        reasons.append(f"version {tried} was trained for this verifier and runtime, and the gate has judged it")
     return Decision(changes=changes, parts=parts, action=action, reasons=tuple(reasons))
 
 

@@ -60,15 +60,15 @@ CASES = [
 
 @pytest.mark.parametrize(("now", "changes", "action"), CASES, ids=[" ".join(c[1]) or "nothing" for c in CASES])
 def test_a_change_is_named_and_asks_for_its_action(now: World, changes: tuple[str, ...], action: str) -> None:
-    found = decide_action(CHAMPION, now, OnChange())
+    found = decide_action(CHAMPION, now, OnChange(), margin=0.03)
     assert (found.changes, found.action) == (changes, action)
     assert len(found.reasons) == len(changes) and all(found.reasons)
 
 
 def test_a_recipe_may_ask_for_something_else() -> None:
     table = OnChange(weights="re-evaluate", runtime="nothing")
-    assert decide_action(CHAMPION, world("weights"), table).action == "re-evaluate"
-    assert decide_action(CHAMPION, world(vllm="0.33.0"), table).action == "nothing"
+    assert decide_action(CHAMPION, world("weights"), table, margin=0.03).action == "re-evaluate"
+    assert decide_action(CHAMPION, world(vllm="0.33.0"), table, margin=0.03).action == "nothing"
     with pytest.raises(ValueError, match="shape"):
         OnChange(shape="retrain")  # type: ignore[arg-type]
 
@@ -80,17 +80,17 @@ def test_every_action_has_a_meaning_and_every_change_a_field() -> None:
 
 def test_what_changed_is_said_with_its_values() -> None:
     bigger = world("config", shape={"hidden_size": 128, "vocab_size": 100})
-    assert decide_action(CHAMPION, bigger, OnChange()).reasons == (
+    assert decide_action(CHAMPION, bigger, OnChange(), margin=0.03).reasons == (
         "the verifier's shape changed: hidden_size 64 → 128",
     )
-    other = decide_action(CHAMPION, world(vllm="0.33.0"), OnChange()).reasons
+    other = decide_action(CHAMPION, world(vllm="0.33.0"), OnChange(), margin=0.03).reasons
     assert other == ("the runtime changed: vLLM 0.32.0 → 0.33.0",)
-    gpu = decide_action(CHAMPION, world(device="cuda:H200"), OnChange()).reasons
+    gpu = decide_action(CHAMPION, world(device="cuda:H200"), OnChange(), margin=0.03).reasons
     assert gpu == ("the runtime changed: device cpu → cuda:H200",)
 
 
 def test_without_a_champion_everything_is_to_be_done() -> None:
-    assert decide_action(None, world(), OnChange()).action == "retrain-afresh"
+    assert decide_action(None, world(), OnChange(), margin=0.03).action == "retrain-afresh"
 
 
 def test_an_old_version_that_recorded_little_is_trained_afresh_when_it_must_be() -> None:
@@ -99,10 +99,10 @@ def test_an_old_version_that_recorded_little_is_trained_afresh_when_it_must_be()
     }
     old |= {"tokenizer.sha256": "old-tokenizer", "chat_template.sha256": "old-chat_template"}
     proven = Proven.of_tags("1", old)
-    assert decide_action(proven, world(), OnChange()).action == "nothing"
-    found = decide_action(proven, world("weights"), OnChange())
+    assert decide_action(proven, world(), OnChange(), margin=0.03).action == "nothing"
+    found = decide_action(proven, world("weights"), OnChange(), margin=0.03)
     assert (found.changes, found.action) == (("unrecorded",), "retrain-afresh")
-    assert decide_action(proven, world("tokenizer"), OnChange()).changes == ("tokenizer", "unrecorded")
+    assert decide_action(proven, world("tokenizer"), OnChange(), margin=0.03).changes == ("tokenizer", "unrecorded")
     no_shape = CHAMPION.model_copy(update={"shape": None})
     assert changes_of(no_shape, world("config"), ("config",)) == ("unrecorded",)
 
@@ -114,20 +114,29 @@ def test_tags_that_cannot_be_read_count_as_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "now", "action"),
+    ("outcome", "al", "now", "action"),
     [
-        ("pass", world("weights"), "nothing"),
-        ("pass", world("chat_template"), "nothing"),
-        ("fail", world("chat_template"), "retrain"),
-        ("fail", world("tokenizer"), "retrain-new-head"),
-        ("inconclusive", world("chat_template"), "re-evaluate"),
+        ("pass", 1.60, world("chat_template"), "nothing"),
+        ("pass", 1.56, world("chat_template"), "nothing"),
+        ("pass", 1.54, world("chat_template"), "retrain"),
+        ("fail", 1.60, world("chat_template"), "retrain"),
+        ("inconclusive", 1.60, world("chat_template"), "retrain"),
+        ("pass", 1.60, world("weights"), "retrain"),
+        ("fail", 1.60, world("tokenizer"), "retrain-new-head"),
     ],
 )
-def test_a_champion_that_was_measured_here_since_is_judged_by_that(outcome: str, now: World, action: str) -> None:
+def test_a_champion_that_was_measured_here_since_is_judged_by_that(
+    outcome: str, al: float, now: World, action: str
+) -> None:
     pair = Pair(verifier_fingerprint=now.verifier.digest, runtime_key=now.runtime_key)
-    cell = Cell(pair=pair, outcome=outcome, al=1.5)
-    proven = Proven.of_tags("7", tags(world()) | {cell.tag: cell.model_dump_json()})
-    assert decide_action(proven, now, OnChange()).action == action
+    cell = Cell(pair=pair, outcome=outcome, al=al)
+    proven = Proven.of_tags(
+        "7", tags(world()) | {"al": "1.60", "gate.outcome": "pass", cell.tag: cell.model_dump_json()}
+    )
+    found = decide_action(proven, now, OnChange(), margin=0.03)
+    assert found.action == action
+    tried = decide_action(proven, now, OnChange(), margin=0.03, tried="9")
+    assert tried.action == "nothing" and (action == "nothing" or "version 9 was trained" in tried.reasons[-1])
 
 
 def test_the_recipe_names_a_wrong_action() -> None:
