@@ -15,6 +15,7 @@ from speculators_core.engine.server import Engine, serve
 from speculators_core.errors import EvaluationError
 from speculators_core.evaluation.config import EvaluationConfig
 from speculators_core.evaluation.records import EvaluationPrompt
+from speculators_core.evaluation.served import speculation
 from speculators_core.types import ProgressCallback
 from speculators_core.verifier.facts import read_facts
 
@@ -67,8 +68,7 @@ class Conditions:
             max_num_seqs=config.concurrency,
             kv_cache_gib=config.kv_cache_gib,
             enforce_eager=config.enforce_eager,
-            # a draft served alone brings its method and verifier; this lays K over its own
-            speculative=None if k is None else {"num_speculative_tokens": k},
+            speculative=None if k is None else speculation(model, k),
             per_request_metrics=k is not None,
             trust_remote_code=self.trust_remote_code,
         )

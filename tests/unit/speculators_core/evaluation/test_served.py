@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from speculators_core.algorithms.mtp.build import build
+from speculators_core.algorithms.mtp.config import MTPConfig
+from speculators_core.algorithms.mtp.export import export
 from speculators_core.errors import FormatError
-from speculators_core.evaluation.served import draft_digest, drafted_tokens, served_directory
+from speculators_core.evaluation.served import SPECULATION, draft_digest, drafted_tokens, served_directory, speculation
+from speculators_core.formats.card import ModelCard
+from speculators_core.formats.directory import write_draft
+from tests.unit.speculators_core.algorithms.native_heads import write_native_verifier
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 
@@ -67,3 +73,20 @@ def test_what_is_no_draft_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"speculators_config": {}}')
     with pytest.raises(FormatError, match="how many tokens"):
         drafted_tokens(tmp_path)
+
+
+def test_a_native_head_is_served_inside_its_verifier(tmp_path: Path) -> None:
+    verifier = write_native_verifier(tmp_path / "verifier", "glm4_moe")
+    config = MTPConfig(num_speculative_steps=2)
+    head = export(config, build(config, verifier, None, 0), "org/verifier")
+    draft = write_draft(tmp_path / "draft", head, ModelCard(title="head"))
+    with served_directory(draft, verifier, tmp_path / "scratch") as served:
+        assert "speculators_config" not in json.loads((served / "config.json").read_text())
+        assert speculation(served, None) == {"method": "mtp", "num_speculative_tokens": 2}
+        assert speculation(served, 5) == {"method": "mtp", "num_speculative_tokens": 5}
+    assert not served.exists() and not (verifier / SPECULATION).exists()
+
+
+def test_a_draft_that_is_served_alone_brings_its_own_speculation(tmp_path: Path) -> None:
+    assert speculation(tmp_path, None) is None
+    assert speculation(tmp_path, 4) == {"num_speculative_tokens": 4}
