@@ -142,7 +142,8 @@ class Pair:
         our_job.write_text(json.dumps(told))
         commands = {
             "ours": (sys.executable, "-m", "speculators_core.bench.training", str(our_job)),
-            "peer": (str(peer_python), str(Path(__file__).parent / "peer_child.py"), str(peer_job)),
+            # -E: a PYTHONPATH with our hs_connectors would hide the peer's, which has the same name
+            "peer": (str(peer_python), "-E", str(Path(__file__).parent / "peer_child.py"), str(peer_job)),
         }
         tokens = tuple(sum(rows.lengths[row] for row in batch) for batch in batches)
         return cls(settings, request, rows, tokens, commands, workspace)
