@@ -16,7 +16,6 @@ from flows.cli_support import (
     SetOption,
     load,
     prepare_environment,
-    run_stages,
     show_model,
 )
 
@@ -35,15 +34,16 @@ def sample(
     rows: Annotated[int, typer.Option(help="rows to show")] = 3,
 ) -> None:
     """Show prepared rows in colour: what is supervised and what is not."""
-    results, run = run_stages(recipe, overrides, "prepare", as_json=False)
+    run = open_run(recipe, overrides)
     from rich.console import Console
 
+    from speculators_core import stages
     from speculators_core.data.preview import render_row
     from speculators_core.data.rows import RowSet
     from speculators_core.data.template import ChatTemplate
 
     template = ChatTemplate.load(run.verifier, run.recipe.data.template_kwargs)
-    found, console = RowSet.open(run.store.path(results[-1].ref)), Console()
+    found, console = RowSet.open(run.store.path(stages.prepare(run).ref)), Console()
     for index in range(min(rows, found.num_rows)):
         console.print(render_row(found.row(index), template))
 

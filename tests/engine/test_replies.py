@@ -54,7 +54,7 @@ def test_the_data_commands(engine: Callable[[ServerSpec], Engine], verifier_dir:
 
     few = ("--set", f"data.sources=[{replies}]", "--set", "data.evaluation_prompts=1", "--rows", "2")
     shown = draftsmith(tmp_path, "data", "sample", *common, *few)
-    assert asked[0]["messages"][0]["content"].split()[0] in shown and "assistant" in shown
+    assert any(record["messages"][0]["content"].split()[0] in shown for record in asked) and "assistant" in shown
 
 
 def test_a_loop_makes_its_own_replies_and_captures_them_in_the_same_requests(
