@@ -15,6 +15,7 @@ _MODULES = {
     "eagle3": "speculators_core.algorithms.eagle3",
     "mtp": "speculators_core.algorithms.mtp",
     "peagle": "speculators_core.algorithms.peagle",
+    "xpress": "speculators_core.algorithms.xpress",
 }
 
 

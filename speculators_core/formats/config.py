@@ -127,6 +127,14 @@ class SelectingBlockDraftConfig(BlockDraftConfig):
     selector_top_k: int = Field(ge=1, description="tokens that the selector chooses among")
 
 
+class RefinedBlockDraftConfig(BlockDraftConfig):
+    """Blocks refined in parallel rounds (xpress); vLLM 0.32 has no loader for it."""
+
+    xpress_rank: int = Field(ge=1, description="width of the refiner")
+    xpress_mlp_ratio: int = Field(ge=1, description="width of its feed-forward part in units of the rank")
+    num_jacobi_passes: int = Field(ge=1, description="rounds of refinement when it is served")
+
+
 class CorrectedBlockDraftConfig(BlockDraftConfig):
     """Blocks whose logits are corrected by the token before, from left to right (dspark)."""
 
@@ -142,6 +150,7 @@ CONFIGS: dict[str, type[SpeculatorsFormat]] = {
     "dspark": CorrectedBlockDraftConfig,
     "eagle3": FeatureDraftConfig,
     "mtp": NativeHeadConfig,
+    "xpress": RefinedBlockDraftConfig,
     "peagle": ParallelFeatureDraftConfig,
 }
 """Configuration class by speculators_model_type."""

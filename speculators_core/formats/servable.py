@@ -24,6 +24,7 @@ from speculators_core.formats.native_head import check_native_head
 from speculators_core.formats.servable_blocks import (
     corrected_draft_tensors,
     masked_draft_tensors,
+    refined_draft_tensors,
     selecting_draft_tensors,
 )
 from speculators_core.formats.shapes import Shape, check_layer_config, layer_shapes
@@ -135,6 +136,7 @@ _EXPECTED: dict[str, Callable[[SpeculatorConfig, list[str]], dict[str, Shape]]] 
     "dflash2": selecting_draft_tensors,
     "dspark": corrected_draft_tensors,
     "eagle3": _continuing_draft_tensors,
+    "xpress": refined_draft_tensors,
     "peagle": _parallel_draft_tensors,
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from speculators_core.formats.config import (
     BlockDraftConfig,
     CorrectedBlockDraftConfig,
+    RefinedBlockDraftConfig,
     SelectingBlockDraftConfig,
     SpeculatorConfig,
 )
@@ -74,6 +75,28 @@ def selecting_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> di
         "candidate_selector.successor_codebook": (vocab, rank),
         "candidate_selector.hidden_projection.weight": (rank, hidden),
     }
+
+
+def refined_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dict[str, Shape]:
+    """Tensors of the format; nothing in vLLM 0.32 loads them, which the algorithm's check says before training."""
+    assert isinstance(config, RefinedBlockDraftConfig)
+    tensors = block_draft_tensors(config, problems)
+    if not tensors:
+        return {}
+    layer, rank, slots = config.transformer_layer_config, config.xpress_rank, config.block_size
+    hidden, wide = layer["hidden_size"], config.xpress_rank * config.xpress_mlp_ratio
+    shapes: dict[str, Shape] = {
+        "token_embed.weight": (layer["vocab_size"], rank),
+        "down_h.weight": (rank, hidden),
+        "down_g.weight": (rank, hidden),
+        "in_proj.weight": (rank, 3 * rank),
+        "mix_l": (rank, slots, slots),
+        "mlp_gate.weight": (wide, rank),
+        "mlp_up.weight": (wide, rank),
+        "mlp_down.weight": (rank, wide),
+        "readout.weight": (config.draft_vocab_size, rank),
+    }
+    return tensors | {f"refiner_head.{name}": shape for name, shape in shapes.items()}
 
 
 def corrected_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dict[str, Shape]:

@@ -70,11 +70,21 @@ class Distribution:
 
 
 class Pair:
-    """Draft and verifier at the same positions, with the quantities that several losses share."""
+    """Draft and verifier at the same positions, with the quantities that several losses share.
 
-    def __init__(self, draft: Distribution, verifier: Distribution) -> None:
+    Args:
+        hard_N: the one token that `ce` wants; None for the verifier's best.
+    """
+
+    def __init__(self, draft: Distribution, verifier: Distribution, hard_N: Tensor | None = None) -> None:
         self.draft = draft
         self.verifier = verifier
+        self._hard_N = hard_N
+
+    @property
+    def hard_N(self) -> Tensor:
+        """The one token that `ce` wants."""
+        return self.verifier.top_N if self._hard_N is None else self._hard_N
 
     @cached_property
     def below_ND(self) -> Tensor:
@@ -126,8 +136,8 @@ def jsd(pair: Pair) -> LossAndGradient:
 
 
 def ce(pair: Pair) -> LossAndGradient:
-    """−ln q of the verifier's favourite token; gradient q − onehot."""
-    target_N1 = pair.verifier.top_N[:, None]
+    """−ln q of the verifier's favourite token, or of the one given; gradient q − onehot."""
+    target_N1 = pair.hard_N[:, None]
     loss_N = pair.draft.lse_N - pair.draft.logits_ND.gather(1, target_N1).squeeze(1)
     grad_ND = pair.draft.probs_ND.clone()
     grad_ND.scatter_add_(1, target_N1, grad_ND.new_full(target_N1.shape, -1.0))

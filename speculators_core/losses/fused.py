@@ -32,11 +32,13 @@ class UnrolledTargets:
     """Which draft row meets which target, and with what weight.
 
     rows_SU int64: for step s and target u the row of that step's hidden states, −1 where there is none ·
-    weights_SU float32: what multiplies the row's loss (mask × decay ÷ denominator), 0 where it does not count.
+    weights_SU float32: what multiplies the row's loss (mask × decay ÷ denominator), 0 where it does not count ·
+    hard_U int64: draft ids that `ce` wants in place of the verifier's best tokens.
     """
 
     rows_SU: Tensor
     weights_SU: Tensor
+    hard_U: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,8 @@ def _losses(
             logits_uD = (hidden_uH @ head.T).to(verifier.logits_ND.dtype)
             if plan.logit_scale != 1.0:
                 logits_uD *= plan.logit_scale
-            pair = Pair(Distribution(logits_uD), pair_verifier)
+            hard_U = plan.targets.hard_U
+            pair = Pair(Distribution(logits_uD), pair_verifier, None if hard_U is None else hard_U[targets_u])
             correct_SU[step, targets_u] = pair.draft.agrees_N(pair_verifier) & present_u
             if acceptance_SU is not None:
                 acceptance_SU[step, targets_u] = pair.acceptance_N.float() * present_u

@@ -14,6 +14,7 @@ from tests.parity.golden_dspark import run_dspark
 from tests.parity.golden_eagle3 import run_eagle3
 from tests.parity.golden_mtp import run_mtp
 from tests.parity.golden_peagle import run_peagle
+from tests.parity.golden_xpress import run_xpress
 
 COUNTS = re.compile(r"(_acc(_\d+)?|^accuracy|^eal)$")
 """Metrics that count tokens: they are equal or wrong."""
@@ -25,6 +26,7 @@ RUNNERS = {
     "eagle3": run_eagle3,
     "mtp": run_mtp,
     "peagle": run_peagle,
+    "xpress": run_xpress,
 }
 
 
