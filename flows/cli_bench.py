@@ -164,5 +164,7 @@ def bench_settings(run: Run, states: StageResult, schedule: Literal["none", "lin
         verifier=str(run.verifier),
         draft_vocabulary=run.recipe.draft_vocabulary or run.facts.vocab_size,
         row_tokens=run.recipe.training.row_tokens,
+        optimizer=run.recipe.training.optimizer.kind,
+        learning_rate=run.recipe.training.optimizer.learning_rate,
         schedule=schedule,
     )

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 # what every case shares; the batches of all epochs come as one, so one epoch is told
 PEER_FLAGS = (
     "--draft-attn-impl sdpa --loss-implementation eager --hidden-states-dtype bfloat16 --mask-token-id 0 "
-    "--optimizer adamw --weight-decay 0.01 --epochs 1 --checkpoint-freq 1 "
+    "--weight-decay 0.01 --epochs 1 --checkpoint-freq 1 "
     "--num-workers 1 --on-missing raise --log-freq 1000000"
 )
 
@@ -94,7 +94,8 @@ class BenchSettings(StrictModel):
     warmup_steps: int = Field(20, ge=1, description="steps before the clock starts")
     runs: int = Field(3, ge=1, description="runs of each side, alternating")
     threads: int = Field(2, ge=1, description="torch threads")
-    learning_rate: float = Field(1e-3, gt=0, description="peak rate of AdamW")
+    optimizer: Literal["adamw", "muon"] = Field("adamw", description="of both sides; muon: with AdamW for the rest")
+    learning_rate: float = Field(1e-3, gt=0, description="peak rate")
     schedule: Literal["none", "linear"] = Field(
         "none", description="constant, or linear to zero after a warm-up of 1 %"
     )
@@ -207,7 +208,11 @@ def _request(settings: BenchSettings, output: Path) -> TrainRequest:
         epochs=1000,
         max_steps=settings.steps,
         row_tokens=settings.row_tokens,
-        optimizer=OptimizerConfig(learning_rate=settings.learning_rate, betas=(0.9, 0.999)),
+        optimizer=OptimizerConfig(
+            kind=settings.optimizer,
+            learning_rate=settings.learning_rate,
+            betas=(0.9, 0.999),  # the peer's
+        ),
         validation=ValidationConfig(walk_rows=None),
         schedule=ScheduleConfig(kind=settings.schedule, warmup_steps=settings.schedule_warmup),
         threads=settings.threads,
@@ -300,6 +305,7 @@ def _prepare_peer(settings: BenchSettings, request: TrainRequest, batches: Seque
         "--train-data-ratio": (train_rows + 0.5) / states.num_rows,
         "--lr": settings.learning_rate,
         "--seed": settings.seed,
+        "--optimizer": settings.optimizer,
         "--scheduler-type": settings.schedule,
     }
     if settings.schedule != "none":
