@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from speculators_core.algorithms._blocks.block_draft import BlockDraft
 from speculators_core.algorithms._blocks.feature_draft import FeatureDraft
 from speculators_core.algorithms._blocks.geometry import FULL
 
@@ -29,7 +30,7 @@ def served_knobs(served: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def vocabulary_logits(model: FeatureDraft, hidden_KH: Tensor) -> Tensor:
+def vocabulary_logits(model: FeatureDraft | BlockDraft, hidden_KH: Tensor) -> Tensor:
     """[K, V] of normalised states; tokens that the draft cannot propose get −inf, as in vLLM."""
     logits_KD = (hidden_KH @ model.lm_head.weight.to(hidden_KH.dtype).T) * model.draft_logit_scale
     if model.vocabulary is None:
