@@ -6,10 +6,12 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from speculators_core import registry
 from speculators_core.engine.config import ServerSpec
 from speculators_core.engine.remote import CaptureTerms, greet
 from speculators_core.errors import ConfigError
 from speculators_core.evaluation.served import draft_digest, drafted_tokens, served_name
+from speculators_core.formats.directory import read_config
 from speculators_core.states.capture import capture_server
 from speculators_core.states.handshake import at_store, server_command, shake_hands
 
@@ -84,8 +86,17 @@ def draft_command(run: Run, draft: Path, *, model: str | None = None) -> list[st
 
     Args:
         model: the draft, where the server's host has it somewhere else.
+
+    Raises:
+        FormatError: it is no draft.
+        ConfigError: such a draft is not served by its own directory.
     """
-    config = run.recipe.evaluation
+    config, kind = run.recipe.evaluation, str(read_config(draft).get("speculators_model_type"))
+    if kind in registry.names() and registry.resolve(kind).stitch is not None:
+        raise ConfigError(
+            f"a draft of {kind} is served inside its verifier, which no command line does",
+            mend="measure it with an engine of ours: give `runtime` an interpreter",
+        )
     spec = ServerSpec(
         model=model or str(draft.absolute()),
         dtype=config.dtype,

@@ -30,7 +30,7 @@ from speculators_core.engine.runtime import Runtime
 from speculators_core.engine.server import serve
 from speculators_core.errors import ConfigError, DraftsmithError
 from speculators_core.evaluation.parity_logits import LogitParity, ServedDraft, read_steps, replay_steps
-from speculators_core.evaluation.served import drafted_tokens, served_directory
+from speculators_core.evaluation.served import drafted_tokens, served_directory, speculation
 from speculators_core.states.parity import compare_states
 from speculators_core.types import Json, StrictModel
 
@@ -123,7 +123,7 @@ def walk_ladder(
             max_model_len=longest + config.max_new_tokens + k + 1,
             max_num_seqs=4,
             kv_cache_gib=config.kv_cache_gib,
-            speculative={"num_speculative_tokens": k},
+            speculative=speculation(served, k),
             extra_args=("--no-enable-prefix-caching",),  # the probe must see every request from its beginning
             env=ProbeSettings(recording, steps=len(prompts) * (config.max_new_tokens + 1)).to_environment(),
             trust_remote_code=trust_remote_code,

@@ -144,7 +144,9 @@ class ServedDraft:
         shared = sorted(mine.keys() & tensors.keys())
         odd = [f"{n}: {list(tensors[n].shape)}" for n in shared if tensors[n].shape != mine[n].shape]
         if turned is None:
-            odd += [f"{name} is missing" for name in sorted(mine.keys() - tensors.keys())]
+            # what is frozen may be left out: the engine takes the verifier's, as `build` did
+            frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+            odd += [f"{name} is missing" for name in sorted(mine.keys() - tensors.keys() - frozen)]
             odd += [f"{name} is unknown" for name in sorted(tensors.keys() - mine.keys())]
         if odd:
             raise FormatError(
