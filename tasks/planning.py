@@ -166,7 +166,7 @@ def make_plan(recipe: Recipe) -> Plan:
     planned = planner_of(situation, warm).stages(decision.action)
     notes = []
     if decision.action == "nothing" and situation.proven is not None:
-        others = [stage.name for stage in planner_of(situation, None).loop() if stage.state != "cached"]
+        others = [stage.name for stage in planner_of(situation, None).loop()[:-1] if stage.state != "cached"]
         if others:
             notes.append(
                 f"this recipe and its data would make another draft than the champion ({', '.join(others)} would run); "
