@@ -29,17 +29,9 @@ def test_rows_without_records_are_missed_and_what_is_stored_stays(tmp_path: Path
         writer.put(f"r{row.index}", record_for(row))
     handles = {row.index: Handle("file", f"r{row.index}") for row in rows.content}
 
-    def store(some: dict[int, Handle]) -> object:
-        return store_handles(
-            rows,
-            some,
-            reader,
-            FACTS.layer_ids,
-            FACTS.verifier_fingerprint,
-            config,
-            tmp_path / "set",
-            verifier_dir=verifier,
-        )
+    def store(some: dict[int, Handle]) -> CaptureReport:
+        layers, fingerprint, target = FACTS.layer_ids, FACTS.verifier_fingerprint, tmp_path / "set"
+        return store_handles(rows, some, reader, layers, fingerprint, config, target, verifier_dir=verifier)
 
     with pytest.raises(RecordsGone, match="row 6 has no captured record"):
         store({index: handle for index, handle in handles.items() if index != 6})
