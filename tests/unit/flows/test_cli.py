@@ -49,7 +49,7 @@ def test_help_names_every_stage_and_imports_nothing_heavy() -> None:
         (("matrix", "chat", "--test", "1"), 2, "go together"),
         (("runtime", "flags", DEMO), 2, "names no server of somebody else"),
         (("plan", "nothing.yaml"), 2, "no recipe at nothing.yaml"),
-        (("diff", "tests", "nobody/nothing@v 1"), 1, "does not exist"),
+        (("diff", "nobody here", "tests"), 1, "does not exist"),
         (("deploy",), 2, "there is no Prefect server to deploy to"),
         (("frobnicate",), 2, "No such command"),
     ],
