@@ -30,6 +30,7 @@ from speculators_core.verifier.fingerprint import Description, describe_location
 from tasks.adapters.registry_view import ModelView, look
 from tasks.adapters.settings import settings
 from tasks.planner import Champion, Planner
+from tasks.warm_start import recipe_start
 
 log = logging.getLogger(__name__)
 
@@ -256,11 +257,12 @@ def staleness(model: str, version: str | None, decision: Decision, details: tupl
 
 
 def planner_of(situation: Situation, warm: WarmStart | None) -> Planner:
-    """A planner of what happens in a situation, starting from these weights."""
+    """A planner of what happens in a situation, starting from these weights, or else from those the recipe names."""
     version = situation.serving
     tags = situation.view.tags.get(version or "", {})
     champion = None if version is None else Champion(version=version, draft=tags.get(DRAFT_TAG))
-    return Planner(replace(situation.run, warm_start=warm), champion)
+    start = warm or recipe_start(situation.run.recipe)
+    return Planner(replace(situation.run, warm_start=start), champion)
 
 
 class Staleness(StrictModel):
