@@ -42,8 +42,12 @@ class ProbeSettings:
             raise SettingsError(f"a draft probe needs a directory and at least one step, got {self}")
 
     def to_environment(self) -> dict[str, str]:
-        """The variables that turn the probe on in an engine."""
-        return {DIRECTORY_VARIABLE: str(Path(self.directory).absolute()), STEPS_VARIABLE: str(self.steps)}
+        """The variables that turn the probe on in an engine, which must run the model runner that the probe knows."""
+        return {
+            DIRECTORY_VARIABLE: str(Path(self.directory).absolute()),
+            STEPS_VARIABLE: str(self.steps),
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+        }
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> ProbeSettings | None:
