@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from flows import cli_bench, cli_data, cli_deploy, cli_gc, cli_parity, cli_plan, cli_registry, cli_runtime
+from flows import cli_bench, cli_data, cli_deploy, cli_gc, cli_parity, cli_plan, cli_registry, cli_runtime, cli_stitch
 from flows.cli_support import (
     NO_OVERRIDES,
     JsonOption,
@@ -42,6 +42,7 @@ cli_deploy.add_to(app)
 cli_registry.add_to(app)
 cli_parity.add_to(app)
 cli_gc.add_to(app)
+cli_stitch.add_to(app)
 
 
 @app.command()

@@ -186,8 +186,8 @@ class Algorithm:
     aux_layers  (config, num_hidden_layers) -> auxiliary layer ids, ascending and distinct
     check       (config, DraftPlan) -> None; ConfigError for what could only fail after capture or training
     replay      how its module repeats what an engine drafted; None: not told yet
-    stitch      (draft_dir, verifier_dir, target) -> None; writes the verifier with the draft in it, which is then served
-                by vLLM's method of the algorithm's name; None: a draft is served alone
+    stitch      (draft_dir, verifier_dir, target, *, link) -> number of tensors replaced; writes the verifier with the
+                draft in it, which vLLM then serves by the method of the algorithm's name; None: a draft is served alone
     names       (config, exported tensors) -> the same by the model's own names, to start training from a draft
     """
 
@@ -199,7 +199,7 @@ class Algorithm:
     aux_layers: Callable[..., tuple[int, ...]]
     check: Callable[..., None] = accept
     replay: Replay | None = None
-    stitch: Callable[..., None] | None = None
+    stitch: Callable[..., int] | None = None
     names: Callable[..., Mapping[str, Tensor]] = same_names
 
 

@@ -97,7 +97,7 @@ def served_directory(draft_dir: Path, verifier_dir: Path, scratch: Path) -> Iter
         scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="stitched-", dir=scratch) as name:
             whole = Path(name) / "model"
-            stitch(draft_dir, verifier_dir, whole)
+            stitch(draft_dir, verifier_dir, whole, link=True)
             told = {"method": kind, "num_speculative_tokens": drafted_tokens(draft_dir)}
             (whole / SPECULATION).write_text(json.dumps(told) + "\n")
             yield whole

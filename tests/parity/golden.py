@@ -24,7 +24,8 @@ class GoldenCase:
     def tensors(self) -> dict[str, Any]:
         from safetensors.torch import load_file
 
-        return load_file(self.directory / f"{self.name}.safetensors")
+        tensors: dict[str, Any] = load_file(self.directory / f"{self.name}.safetensors")
+        return tensors
 
     def dims(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """The case's own sizes; the oldest directory has none and is described by its README."""

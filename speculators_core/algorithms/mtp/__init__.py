@@ -40,10 +40,10 @@ def _check(config: MTPConfig, plan: DraftPlan) -> None:
     check(config, plan)
 
 
-def _stitch(draft_dir: Path, verifier_dir: Path, target: Path) -> None:
+def _stitch(draft_dir: Path, verifier_dir: Path, target: Path, *, link: bool) -> int:
     from speculators_core.algorithms.mtp.export import stitch
 
-    stitch(draft_dir, verifier_dir, target, link=True)
+    return stitch(draft_dir, verifier_dir, target, link=link)
 
 
 def _names(config: MTPConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

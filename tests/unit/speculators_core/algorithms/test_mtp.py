@@ -46,7 +46,7 @@ def decode(head: MTPHead, tokens: Tensor, states: Tensor) -> Tensor:
     """An ordinary causal run of the library's own layer with its own attention: states [N, H] before the last norm."""
     config = layer_config(head.family, head.text_config)
     config._attn_implementation = "eager"
-    layer = head.family.part("DecoderLayer")(config, attending_layer(config))  # type: ignore[call-arg]
+    layer = head.family.part("DecoderLayer")(config, attending_layer(config))
     layer.load_state_dict(head.layer.state_dict())
     positions = torch.arange(tokens.numel())
     embeds = head.embed_tokens.weight[tokens].float()
