@@ -88,7 +88,7 @@ def test_reported_rules_do_not_fail_but_are_told():
 
 def test_a_planted_speed_is_decided_as_often_as_promised_however_the_machine_drifts():
     """Rounds vary by 3 %, the machine by a factor of two: a clear gain passes, a clear loss fails, a wash neither."""
-    trials = 200
+    trials = 100
     outcomes = {
         ratio: [
             decide(report(count=2, speed=ratio, noise=0.03, seed=seed), None, CONFIG).checks[-1].outcome
@@ -117,7 +117,7 @@ def test_the_same_draft_passes_against_itself():
 
 def test_planted_losses_are_decided_as_often_as_promised():
     """On 500 prompts: no loss passes, 8 % fails; a loss at the margin passes rarely (5 % nominal)."""
-    trials = 30
+    trials = 20
     outcomes = {
         loss: [decide(*pair(500, loss, seed), CONFIG).outcome for seed in range(trials)] for loss in (0.0, 0.03, 0.08)
     }
