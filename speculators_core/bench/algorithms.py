@@ -35,6 +35,7 @@ class DraftRow(StrictModel):
     case: str = Field(description="algorithm, by its name in bench.cases")
     side: Literal["ours", "peer"]
     seed: int = Field(description="of weights and order")
+    optimizer: str = Field(description="adamw or muon, the same for both sides")
     steps: int = Field(description="optimiser steps")
     tokens: int = Field(description="non-padding tokens trained on")
     tokens_per_s: float = Field(description="of training, loading included")
@@ -49,6 +50,11 @@ class DraftRow(StrictModel):
     per_position: tuple[float, ...] = Field(description="share of drafts whose token at each position was accepted")
     prompts: int = Field(description="prompts that neither training nor validation saw")
     counts: tuple[tuple[int, int], ...] = Field(description="(drafts, accepted) of each prompt, for pairing")
+
+    @property
+    def key(self) -> tuple[str, str, int, str, int]:
+        """What makes a row the same row."""
+        return self.case, self.side, self.seed, self.optimizer, self.steps
 
 
 class PairRow(StrictModel):
@@ -91,8 +97,8 @@ def bench_algorithms(
             told = told.model_copy(update={"steps": epochs * steps_per_epoch(told)})
             pair: Pair | None = None
             for side in SIDES:
-                wanted = (name, side, seed, told.steps)
-                if known := [row for row in found if (row.case, row.side, row.seed, row.steps) == wanted]:
+                wanted = (name, side, seed, told.optimizer, told.steps)
+                if known := [row for row in found if row.key == wanted]:
                     yield known[-1]
                     continue
                 pair = pair or Pair.prepare(told, peer_python, workspace / f"{name}-{seed}")
@@ -190,6 +196,7 @@ def _train_and_measure(
         case=settings.case,
         side=side,
         seed=settings.seed,
+        optimizer=settings.optimizer,
         steps=settings.steps,
         tokens=sum(pair.tokens),
         tokens_per_s=trained.tokens_per_s,
