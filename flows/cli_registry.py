@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -170,6 +172,56 @@ def matrix(
     Console().print(table)
 
 
+def support(
+    architecture: Annotated[
+        str | None, typer.Argument(help="one architecture of config.json, e.g. LlamaForCausalLM; without it, all")
+    ] = None,
+    runtime: RuntimeOption = DEFAULT_RUNTIME,
+    as_json: JsonOption = False,
+) -> None:
+    """Which verifiers each algorithm accepts, to train and to serve, asked of the code and of this vLLM."""
+    home = prepare_environment().home
+    from speculators_core.engine.capabilities import probe_capabilities
+    from speculators_core.engine.runtime import probe_runtime
+    from speculators_core.lifecycle.support import build_table, hf_causal_models, only
+
+    chosen = as_runtime(runtime)
+    found = probe_capabilities(chosen, home=home)
+    table = build_table(found, hf_causal_models(), vllm=probe_runtime(chosen, home=home).vllm)
+    if architecture is not None:
+        known = set(found.verifiers) | {name for one in table.algorithms for name in one.train}
+        if architecture not in known:
+            near = difflib.get_close_matches(architecture, known, n=3)
+            raise ConfigError(
+                f"neither vLLM {table.vllm} nor transformers knows {architecture}",
+                mend=f"did you mean {', '.join(near)}?" if near else "`draftsmith support` lists all",
+            )
+        lines = only(table, architecture)
+        if as_json:
+            print(json.dumps({name: {"train": t, "serve": s} for name, (t, s) in lines.items()}, indent=2))
+        else:
+            show_table(
+                f"{architecture}, vLLM {table.vllm}",
+                [(name, f"train: {train}\nserve: {serve}") for name, (train, serve) in lines.items()],
+            )
+        return
+    if as_json:
+        print(table.model_dump_json(indent=2))
+        return
+    for one in table.algorithms:
+        by_engine = [name for name, road in one.train.items() if road == "engine"]
+        by_hf = [name for name, road in one.train.items() if road == "hf"]
+        show_table(
+            f"{one.algorithm}{': ' if one.note else ''}{one.note}",
+            [
+                (f"train ({len(by_engine)})", f"captured by vLLM: {', '.join(by_engine)}"),
+                (f"train ({len(by_hf)})", f"captured by a Hugging Face forward: {', '.join(by_hf)}"),
+                (f"serve ({len(one.serve)})", f"no: {one.refused}" if one.refused else ", ".join(one.serve)),
+            ],
+        )
+    show_table(f"not loadable by this vLLM {table.vllm}", list(table.unloadable.items()))
+
+
 def cell_text(cell: Cell) -> str:
     """A cell in one line: the state, the outcome where that says more, and the acceptance length."""
     said = f" ({cell.outcome})" if cell.state == "untested" and cell.outcome else ""
@@ -195,5 +247,5 @@ def describe(moved: Moved) -> str:
 
 def add_to(app: typer.Typer) -> None:
     """Make these commands of `draftsmith`."""
-    for command in (promote, rollback, history, matrix):
+    for command in (promote, rollback, history, matrix, support):
         app.command()(command)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import subprocess
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -169,12 +170,22 @@ def _ask_interpreter(python: Path, stamp: str, home: Path | None) -> RuntimeInfo
 
 
 def _run_probe(python: Path) -> RuntimeInfo:
+    return RuntimeInfo.model_validate_json(ask_interpreter(python, _PROBE))
+
+
+def ask_interpreter(python: Path, program: str, *, variables: Mapping[str, str] | None = None) -> str:
+    """Run a program in a runtime's interpreter; what it prints after the word DRAFTSMITH on one line.
+
+    Raises:
+        EngineError: it cannot be run, or ends without an answer. EngineTimeout: it takes longer than three minutes.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     environment |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment |= variables or {}
     try:
         # -P: a `vllm` or `torch` folder where we happen to stand is not the runtime's
         answer = subprocess.run(
-            [str(python), "-P", "-c", _PROBE],
+            [str(python), "-P", "-c", program],
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -188,7 +199,7 @@ def _run_probe(python: Path) -> RuntimeInfo:
         raise EngineError(f"{python} cannot be run: {error}", mend="point the runtime at an interpreter") from error
     for line in answer.stdout.splitlines():
         if line.startswith("DRAFTSMITH"):
-            return RuntimeInfo.model_validate_json(line.removeprefix("DRAFTSMITH"))
+            return line.removeprefix("DRAFTSMITH")
     diagnosis = diagnose(answer.stderr)
     raise EngineError(f"no vLLM could be imported by {python}: {diagnosis.describe()}", mend=diagnosis.mend)
 
