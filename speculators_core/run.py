@@ -66,11 +66,13 @@ class StageResult(StrictModel):
 
 
 class NotProduced(DraftsmithError):
-    """Raised instead of working when a run only looks (`status`, `plan`); `missing` is what would have been made."""
+    """Raised instead of working when a run only looks (`status`, `plan`): of what kind of artifact, made of what."""
 
-    def __init__(self, what: str, *, mend: str | None = None, missing: MadeOf | None = None) -> None:
+    def __init__(
+        self, what: str, *, mend: str | None = None, kind: str | None = None, missing: MadeOf | None = None
+    ) -> None:
         super().__init__(what, mend=mend)
-        self.missing = missing
+        self.kind, self.missing = kind, missing
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def produce(
     if found := run.store.find(kind, key):
         return result(found, cached=True)
     if run.only_look:
-        raise NotProduced(f"{stage} has not been run for these inputs", missing=made_of)
+        raise NotProduced(f"{stage} has not been run for these inputs", kind=kind, missing=made_of)
     with run.store.single_flight(kind, key):
         if found := run.store.find(kind, key):  # another process finished it while we waited
             return result(found, cached=True)

@@ -15,7 +15,6 @@ from speculators_core.types import ArtifactRef, StrictModel
 
 _BYTES_OF = {"bfloat16": 2, "float16": 2, "float32": 4}
 _KINDS = {"preflight": "preflight", "prepare": "dataset", "capture": "states", "train": "training", "export": "draft"}
-_KINDS |= {"baseline": "baseline", "measure": "measurement", "speed": "speed", "evaluate": "evaluation"}
 _KINDS |= {"regenerate": "replies"}
 
 
@@ -103,9 +102,9 @@ class Planner:
         missing = error.missing
         if missing is None:
             return str(error.what)
-        kind = _KINDS[missing.stage]
-        why = why_missing(missing.inputs, missing.settings, [item for item in self._recorded if item.kind == kind])
-        return why if missing.stage not in ("baseline", "measure", "speed") else f"{missing.stage}: {why}"
+        earlier = [item for item in self._recorded if item.kind == error.kind]
+        why = why_missing(missing.inputs, missing.settings, earlier)
+        return why if missing.stage in stages.ORDER else f"{missing.stage}: {why}"
 
     @cached_property
     def _recorded(self) -> list[Recorded]:

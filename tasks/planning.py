@@ -18,7 +18,15 @@ from speculators_core.config import Recipe, validate
 from speculators_core.data.prepare import digest_sources
 from speculators_core.engine.runtime import Runtime, probe_runtime
 from speculators_core.errors import ConfigError, PlanError, RegistryError
-from speculators_core.lifecycle.changes import Action, Decision, OnChange, Proven, World, decide_action
+from speculators_core.lifecycle.changes import (
+    TOKENIZER_TAG,
+    Action,
+    Decision,
+    OnChange,
+    Proven,
+    World,
+    decide_action,
+)
 from speculators_core.lifecycle.config import GateConfig
 from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG
 from speculators_core.lifecycle.plan import Facts, Plan, moved
@@ -30,7 +38,7 @@ from speculators_core.verifier.fingerprint import Description, describe_location
 from tasks.adapters.registry_view import ModelView, look
 from tasks.adapters.settings import settings
 from tasks.planner import Champion, Planner
-from tasks.warm_start import recipe_start
+from tasks.warm_start import began_from, recipe_start
 
 log = logging.getLogger(__name__)
 
@@ -101,14 +109,22 @@ class Situation:
             champion=self.serving,
         )
 
-    def warm_start(self, action: Action) -> WarmStart | None:
-        """The champion's weights, where the action starts from them and they are of the recipe's algorithm."""
-        if self.proven is None or action in ("nothing", "retrain-afresh"):
+    def start(self, action: Action) -> WarmStart | None:
+        """What training would begin from: the champion where the action says so, else what the recipe names."""
+        if action == "retrain-afresh" and self.proven is not None:
             return None
-        tags = self.view.tags[self.proven.version]
+        named = self.run.recipe.training.warm_start
+        if named == CHAMPION or action in ("re-evaluate", "retrain", "retrain-new-head"):
+            return self.champion_start(head=action != "retrain-new-head")
+        return recipe_start(self.run.recipe)
+
+    def champion_start(self, *, head: bool) -> WarmStart | None:
+        """The champion's weights, not fetched; None where they are of another algorithm than the recipe's."""
+        tags = self.view.tags.get(self.serving or "", {})
         if tags.get(ALGORITHM_TAG) != self.run.recipe.algorithm["kind"] or DRAFT_TAG not in tags:
             return None
-        return WarmStart(digest=tags[DRAFT_TAG], path=None, head=action != "retrain-new-head")
+        same_tokens = tags.get(TOKENIZER_TAG) == self.run.fingerprint.parts["tokenizer"]
+        return WarmStart(digest=tags[DRAFT_TAG], path=None, head=head and same_tokens, before=began_from(tags))
 
 
 def serving_version(view: ModelView, home: Path) -> str | None:
@@ -163,17 +179,17 @@ def make_plan(recipe: Recipe) -> Plan:
     """
     situation = Situation.of(recipe)
     decision = situation.decision
-    warm = situation.warm_start(decision.action)
-    planned = planner_of(situation, warm).stages(decision.action)
+    start = situation.start(decision.action)
+    planned = planner_of(situation, start).stages(decision.action)
     notes = []
     if decision.action == "nothing" and situation.proven is not None:
-        others = [stage.name for stage in planner_of(situation, None).loop()[:-1] if stage.state != "cached"]
+        others = [stage.name for stage in planner_of(situation, start).loop()[:-1] if stage.state != "cached"]
         if others:
             notes.append(
                 f"this recipe and its data would make another draft than the champion ({', '.join(others)} would run); "
                 "`draftsmith retrain` makes it"
             )
-    if warm is None and decision.action in ("re-evaluate", "retrain", "retrain-new-head"):
+    if start is None and decision.action in ("re-evaluate", "retrain", "retrain-new-head"):
         notes.append("training would start from random weights: the champion is of another algorithm")
     return Plan(
         recipe=recipe.model_dump(mode="json"),
@@ -183,7 +199,7 @@ def make_plan(recipe: Recipe) -> Plan:
         changes=decision.changes,
         reasons=decision.reasons,
         details=situation.details,
-        warm_start=situation.proven.version if warm and situation.proven else None,
+        warm_start=situation.serving if start and decision.action != "nothing" else None,
         stages=planned,
         notes=tuple(notes),
     )
@@ -256,12 +272,10 @@ def staleness(model: str, version: str | None, decision: Decision, details: tupl
     )
 
 
-def planner_of(situation: Situation, warm: WarmStart | None) -> Planner:
-    """A planner of what happens in a situation, starting from these weights, or else from those the recipe names."""
-    version = situation.serving
-    tags = situation.view.tags.get(version or "", {})
-    champion = None if version is None else Champion(version=version, draft=tags.get(DRAFT_TAG))
-    start = warm or recipe_start(situation.run.recipe)
+def planner_of(situation: Situation, start: WarmStart | None) -> Planner:
+    """A planner of what happens in a situation when training begins from `start`."""
+    tags = situation.view.tags.get(situation.serving or "", {})
+    champion = Champion(version=situation.serving, draft=tags.get(DRAFT_TAG)) if situation.serving else None
     return Planner(replace(situation.run, warm_start=start), champion)
 
 

@@ -75,10 +75,10 @@ def measure_incumbent(recipe: Recipe, dataset: ArtifactRef) -> Incumbent | None:
 def weights_to_start_from(recipe: Recipe, action: Action) -> WarmStart | None:
     """The champion's draft on disk, verified, where the action starts from it; None for random weights."""
     situation = Situation.of(recipe)
-    found = situation.warm_start(action)
-    if found is None or situation.proven is None:
+    found, version = situation.champion_start(head=action != "retrain-new-head"), situation.serving
+    if found is None or version is None or action == "retrain-afresh":
         return None
-    aliases, version = open_aliases(), situation.proven.version
+    aliases = open_aliases()
     path, _ = fetch_draft(settings(), require_version(aliases, recipe.deployment, version), recipe.deployment, version)
     return found.model_copy(update={"path": str(path)})
 

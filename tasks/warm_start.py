@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from speculators_core.config import Recipe
@@ -61,9 +62,13 @@ def registered_start(recipe: Recipe, model: str, alias: str) -> WarmStart | None
     tags = aliases.tags(model, version)
     path, digest = fetch_draft(settings(), tags, model, version)
     tokenizer = Run(recipe, settings().home).fingerprint.parts["tokenizer"]
-    before: tuple[WarmStart | None, ...] = ()
-    if BEGAN_TAG in tags:
-        began = json.loads(tags[BEGAN_TAG])
-        before = (None if began is None else WarmStart(path=None, **began),)
     log.info("warm start from %s version %s digest=%s", model, version, digest[:12])
-    return WarmStart(digest=digest, path=str(path), head=tags.get(TOKENIZER_TAG) == tokenizer, before=before)
+    return WarmStart(digest=digest, path=str(path), head=tags.get(TOKENIZER_TAG) == tokenizer, before=began_from(tags))
+
+
+def began_from(tags: Mapping[str, str]) -> tuple[WarmStart | None, ...]:
+    """What a version's own training began from, as `WarmStart.before` has it; empty where it is not recorded."""
+    if BEGAN_TAG not in tags:
+        return ()
+    began = json.loads(tags[BEGAN_TAG])
+    return (None if began is None else WarmStart(path=None, **began),)
