@@ -134,7 +134,7 @@ def follow_requests(batches: Iterable[ProbedBatch]) -> Iterator[ProbedStep]:
     """Each request's steps, its context put together from this batch and the ones before.
 
     A request whose beginning the probe did not see (it was running already, or its prefix came out of the engine's
-    cache) is left out: nobody could replay it.
+    cache) is left out: nobody could replay it. RecordError where positions are no plain sequence.
     """
     contexts: dict[str, _Context] = {}
     for number, batch in enumerate(batches):
@@ -168,7 +168,8 @@ class _Context:
         first = int(positions[0])
         if first > len(self.fed_ids):
             return False
-        assert torch.equal(positions, torch.arange(first, first + len(positions))), "positions with a gap"
+        if not torch.equal(positions, torch.arange(first, first + len(positions))):
+            raise RecordError(f"request {batch.request_ids[index]} jumps within one step: {positions.tolist()[:8]} …")
         # the engine feeds the next token of each row, and to the last one what the verifier has just chosen
         fed = torch.cat([batch.token_ids[rows][1:], batch.next_token_ids[index : index + 1]])
         self.fed_ids = torch.cat([self.fed_ids[:first], fed])
