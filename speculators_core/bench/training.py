@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -151,6 +152,8 @@ class Pair:
 
     def run(self, side: str, timeout_s: float) -> Measured:
         """Train one side once. TrainingError when its process failed, with the tail of its log."""
+        for left in ("ours", "peer-run"):  # what a killed run left there would be gone on with
+            shutil.rmtree(self.workspace / left, ignore_errors=True)
         result = _run(self.commands[side], self.workspace / f"{side}-result.json", self.settings, timeout_s)
         first, last = self.settings.warmup_steps, self.settings.steps
         seconds = result["times"][last - 1] - result["times"][first - 1]
