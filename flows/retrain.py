@@ -8,6 +8,7 @@ from speculators_core.config import Recipe
 from speculators_core.run import WarmStart
 from speculators_core.summary import LoopSummary
 from tasks import stages
+from tasks.approval import approved
 from tasks.policies import pipeline_flow
 from tasks.release import promote, register, summarise
 from tasks.warm_start import recipe_start
@@ -25,6 +26,7 @@ def retrain(recipe: Recipe, warm_start: WarmStart | None = None) -> LoopSummary:
     draft = stages.export(recipe, training.ref)
     evaluation = stages.evaluate(recipe, draft.ref, dataset.ref)
     version = register(recipe, draft.ref, evaluation.ref)
-    promotion = promote(recipe, version, draft.ref, dataset.ref)
+    judged = promote(recipe, version, draft.ref, dataset.ref)
+    promotion = approved(recipe, version, draft.ref, dataset.ref, judged)
     done = [checked, dataset, states, training, draft, evaluation]
     return summarise(recipe, done, version, promotion, time.monotonic() - started)
