@@ -60,7 +60,7 @@ from tasks.warm_start import BEGAN_TAG, recipe_start
 log = logging.getLogger(__name__)
 
 EVALUATION_TAG = "evaluation.digest"
-DECISION_TAG = "gate.decision"
+DECISION_TAG, REPORT_TAG = "gate.decision", "gate.report"
 APPROVAL_TAG, APPROVED = "gate.approval", "approved"
 
 
@@ -230,7 +230,8 @@ def judge_version(
     if known != verdict.decision.model_dump_json():  # the report of this very decision is not there yet
         serving = None if incumbent is None else (incumbent, aliases.tags(model, incumbent))
         measured = verdict.candidate, verdict.incumbent, verdict.ngram
-        publish_report(run, build_report(run, (model, version), draft, dataset, verdict.decision, measured, serving))
+        report = build_report(run, (model, version), draft, dataset, verdict.decision, measured, serving)
+        aliases.set_tags(model, version, {REPORT_TAG: publish_report(run, report)})
     note_decision(aliases, model, version, verdict.decision, incumbent)
     note_cell(aliases, model, version, cell_here(run, verdict.candidate, verdict.decision, verdict.evaluations[0]))
     if incumbent is not None and verdict.incumbent is not None:

@@ -97,8 +97,11 @@ def build_report(
     )
 
 
-def publish_report(run: Run, report: CandidateReport) -> None:
-    """Keep the page and its Markdown with the recipe's run in MLflow, and show the Markdown in Prefect's pages."""
+def publish_report(run: Run, report: CandidateReport) -> str:
+    """Keep the page and its Markdown with the recipe's run in MLflow, and show the Markdown in Prefect's pages.
+
+    Returns where the page lies: an address of MLflow's.
+    """
     parent = parent_run(run.recipe.digest(), run.recipe.name)
     with tempfile.TemporaryDirectory(prefix="draftsmith-report-") as folder:
         name = f"{report.model}-v{report.version}"
@@ -109,7 +112,9 @@ def publish_report(run: Run, report: CandidateReport) -> None:
         create_markdown_artifact(
             to_markdown(report), key=f"report-{report.model}", description=f"version {report.version}"
         )
-    log.info("report=reports/%s.html run=%s", name, parent)
+    where = f"runs:/{parent}/reports/{name}.html"
+    log.info("report=%s", where)
+    return where
 
 
 def resolved(recipe: Recipe) -> str:

@@ -226,7 +226,7 @@ class Store:
     def busy(self, kind: str, input_digest: str) -> bool:
         """Whether somebody uses or makes this artifact at this moment."""
         name = _name(kind, input_digest)
-        with only_holder(*(self._lock(name, purpose) for purpose in ("use", "flight"))) as free:
+        with only_holder(*(self._lock(name, purpose) for purpose in ("use", "flight")), create=False) as free:
             return not free
 
     def last_used(self, ref: ArtifactRef) -> float:

@@ -39,19 +39,25 @@ class Uses:
 
 
 @contextlib.contextmanager
-def only_holder(*paths: Path) -> Iterator[bool]:
-    """Hold several locks exclusively, if nobody else holds any of them: True; else False, and none is held."""
+def only_holder(*paths: Path, create: bool = True) -> Iterator[bool]:
+    """Hold several locks exclusively, if nobody else holds any of them: True; else False, and none is held.
+
+    Without `create` a lock file that is not there is nobody's: a mere look leaves no file, whose time would count as
+    a use.
+    """
     held: dict[str, int] = {}
+    free = True
     try:
-        for path in paths:
+        for path in paths if create else [path for path in paths if path.exists()]:
             path.parent.mkdir(parents=True, exist_ok=True)
             held[str(path)] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.flock(held[str(path)], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 _close(held)
+                free = False
                 break
-        yield bool(held)
+        yield free
     finally:
         _close(held)
 
