@@ -97,9 +97,10 @@ def make_verifier(directory: Path, name: str) -> Path:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**text))
     with torch.no_grad():
-        model.base_model.norm.weight.uniform_(0.3, 3.0)  # so that it matters on which side of it a state is taken
+        weight = model.base_model.norm.weight  # such that it matters on which side of this norm a state is taken
+        weight.uniform_(0.3, 3.0).mul_(torch.randint(0, 2, weight.shape) * 2 - 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for _ in range(250):
+    for _ in range(100):
         ids = sentences(16, PROMPT + REPLY)
         torch.autograd.backward(model(input_ids=ids, labels=ids).loss)
         optimizer.step()
@@ -149,7 +150,7 @@ def test_a_tuned_head_is_accepted_as_the_walk_says(name: str, tmp_path: Path) ->
     head = build(config, verifier, None, 0)
     before = expected_al(objective, head, rows[-16:])
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=2e-3)
-    for step in range(90):
+    for step in range(70):
         batch = pack([rows[(step * 8 + i) % (PROMPTS - 16)] for i in range(8)], 8 * (PROMPT + REPLY))
         with torch.autocast("cpu", torch.bfloat16):
             result = objective.step(head, batch, objective.denominators(batch))
