@@ -95,7 +95,16 @@ def test_each_change_is_one_typed_event(steps: Steps) -> None:
     assert first["deployment"] == "chat" and first["version"] == "1" and first["changes"] == ["weights"]
 
 
+@pytest.mark.trial  # a worker and a run of its own: half a minute of imports
 def test_a_worker_runs_the_deployed_flow(tmp_path: Path) -> None:
     (found,) = run("served", tmp_path / "world")
     assert found["worker"] == 0, found["errors"]
     assert found["state"] == "Completed", found["errors"]
+
+
+def test_a_champion_is_kept_where_it_holds_and_only_there(tmp_path: Path) -> None:
+    held, fell = run("kept", tmp_path / "world")
+    assert (held["state"], held["kept"]) == ("Completed", True)
+    assert held["action"] == "nothing" and "has passed the champion" in held["reasons"][-1]
+    assert fell["state"] == "Failed" and fell["kept"] is None, "it went on to train, and this runtime has no engine"
+    assert fell["action"] == "retrain" and "acceptance length fell from 1.600" in fell["reasons"][-1]

@@ -9,12 +9,22 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from speculators_core import stages
+from speculators_core.config import load_recipe
+from speculators_core.lifecycle.changes import tags_of
+from speculators_core.run import NotProduced, Run
+from speculators_core.store import Store
+from speculators_core.types import ArtifactRef
 from tasks.adapters.prefect_server import prefect_api
+from tasks.adapters.registry import DraftRegistry, VersionFacts
 from tasks.adapters.settings import settings
-from tests.integration.planning_world import TEMPLATE, World, serve_runtime
+from tasks.adapters.tracking import Tracking
+from tasks.planning import world_of
+from tests.integration.planning_world import MODEL, TEMPLATE, World, serve_runtime
 
 
 def note(step: str, **facts: Any) -> None:
@@ -164,6 +174,104 @@ def served(root: str) -> None:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(run.run_id).state  # type: ignore[arg-type]
         note("served", worker=worker.returncode, state=state.name if state else None, errors=worker.stderr[-2000:])
+
+
+def kept(root: str) -> None:
+    """The template changed; what serves is as good on it, then another time it is not. Measurements are planted."""
+    with prefect_api(settings()) as api, serve_runtime() as runtime:
+        world = World(Path(root), runtime.url)
+        recipe = load_recipe(world.recipe, ["gate={speed: report, min_prompts: 50}", "evaluation.baselines=[]"])
+        champion = register_draft(world, al="1.60")
+        api.wait()
+        from flows.upkeep import upkeep
+        from tasks.planning import Situation
+
+        for number, rate in enumerate((0.40, 0.20)):
+            (world.verifier / "chat_template.jinja").write_text(TEMPLATE + "!" * (number + 1))
+            plant_evaluation(Run(recipe, world.home, only_look=True, check=False), champion, rate)
+            state: Any = upkeep(recipe, "re-evaluate", return_state=True)
+            done = state.result(raise_on_failure=False)
+            situation = Situation.of(recipe)
+            note(
+                "kept" if number == 0 else "fell",
+                state=state.name,
+                kept=getattr(done, "kept", None),
+                error=type(done).__name__,
+                action=situation.decision.action,
+                reasons=situation.decision.reasons,
+            )
+
+
+def register_draft(world: World, al: str) -> ArtifactRef:
+    """A champion with real files, proven on the world as it is."""
+    run = Run(load_recipe(world.recipe), world.home)
+    workspace = run.store.workspace("draft", "a" * 64)
+    (workspace / "config.json").write_text("{}")
+    (workspace / "model.safetensors").write_bytes(b"weights")
+    draft = run.store.publish(workspace, "draft", "a" * 64, {}, producer={})
+    path, seen, tracking = run.store.path(draft), world_of(run), Tracking(world.settings)
+    facts = VersionFacts(
+        draft_digest=draft.digest, verifier_name="v", verifier_uri=str(world.verifier), k=3, algorithm="eagle3",
+        verifier_fingerprint=seen.verifier.digest, tokenizer_sha256=seen.verifier.parts["tokenizer"],
+        chat_template_sha256=seen.verifier.parts["chat_template"], vllm_version=seen.runtime.vllm,
+        runtime_key=seen.runtime_key, al=float(al), gate_outcome="pass", extra=tags_of(seen),
+    )  # fmt: skip
+    run_id = tracking.open_parent("9" * 64, name="recipe", tags={})
+    manifest = path.parent / "manifest.json"
+    done = DraftRegistry(tracking).register(MODEL, path, manifest, facts, run_id=run_id, retry_hint="-")
+    tracking.client.set_registered_model_alias(MODEL, "champion", done.version)
+    return draft
+
+
+def plant_evaluation(run: Run, draft: ArtifactRef, rate: float) -> None:
+    """What prepare, measure and evaluate would have left for this draft, with a known acceptance."""
+    import numpy as np
+
+    from speculators_core.data.rows import Prompt, RowRecord, RowWriter
+    from speculators_core.evaluation.report import write_report
+    from tests.unit.speculators_core.evaluation.planted import planted_report
+
+    prompts = [
+        Prompt(id=f"prompt-{n}", domain="all", messages=({"role": "user", "content": "hi"},), prompt_token_ids=(1, 2))
+        for n in range(128)
+    ]
+    writer = RowWriter()
+    writer.add(RowRecord("row", "all", "train", "row", (1,)), [1, 2, 3], [0, 1, 1])
+    dataset = plant(run, "dataset", lambda: stages.prepare(run), lambda path: writer.write(path, prompts, [], {}))
+
+    def counted(path: Path) -> None:
+        (path / "measurement.json").write_text(f"{rate}")
+
+    report = planted_report(np.full(128, rate), np.random.default_rng(0))
+    plant(run, "measurement", lambda: stages.measure(run, Path(), draft.digest, dataset), counted)
+    plant(
+        run,
+        "evaluation",
+        lambda: stages.evaluate(run, Path(), draft.digest, dataset),
+        lambda path: write_report(report, path),
+    )
+
+
+def plant(run: Run, kind: str, look: Callable[[], Any], write: Callable[[Path], object]) -> ArtifactRef:
+    """Publish under the key that the stage looks for."""
+    found: list[str] = []
+    original = type(run.store).find
+
+    def find(store: Store, asked: str, key: str) -> ArtifactRef | None:
+        if asked == kind:
+            found.append(key)
+        return original(store, asked, key)
+
+    type(run.store).find = find  # type: ignore[method-assign]
+    try:
+        look()
+    except NotProduced:
+        pass
+    finally:
+        type(run.store).find = original  # type: ignore[method-assign]
+    workspace = run.store.workspace(kind, found[-1])
+    write(workspace)
+    return run.store.publish(workspace, kind, found[-1], {"acceptance": {"al": 0.0}, "tokens": 1, "al": 1.0})
 
 
 if __name__ == "__main__":
