@@ -42,7 +42,14 @@ def check_inputs(recipe: Recipe, facts: VerifierFacts, verifier: Path, layer_ids
             mend=f"set draft_vocabulary to at most {facts.vocab_size}, or to null for all of it",
         )
     check_layers(layer_ids, facts.num_hidden_layers)
-    plan = DraftPlan(verifier, facts.vocab_size, size, recipe.training.row_tokens, recipe.export.allow_unservable)
+    plan = DraftPlan(
+        verifier,
+        facts.vocab_size,
+        size,
+        row_tokens=recipe.training.row_tokens,
+        allow_unservable=recipe.export.allow_unservable,
+        k=recipe.evaluation.k,
+    )
     registry.resolve(str(recipe.algorithm["kind"])).check(recipe.algorithm_config(), plan)
     context = facts.max_position_embeddings
     if recipe.data.max_length > context:

@@ -130,13 +130,17 @@ class ExportedDraft:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What a recipe asks of an algorithm, as far as it is known before anything runs."""
+    """What a recipe asks of an algorithm, as far as it is known before anything runs.
+
+    k: tokens that the evaluation shall have drafted at a time; None: the draft's own number.
+    """
 
     verifier_dir: Path
     vocab_size: int
     draft_vocabulary: int | None
     row_tokens: int
     allow_unservable: bool
+    k: int | None = None
 
 
 def accept(config: StrictModel, plan: DraftPlan) -> None:

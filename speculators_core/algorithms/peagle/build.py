@@ -48,7 +48,7 @@ def check(config: PEagleConfig, plan: DraftPlan) -> None:
     """Refuse what would only fail after capture.
 
     Raises:
-        ConfigError: no usable mask token, or packed rows too short for a chain.
+        ConfigError: no usable mask token, packed rows too short for a chain, or an evaluation beyond what is learned.
     """
     resolve_mask_token(plan.verifier_dir, read_facts(plan.verifier_dir), config.mask_token_id)
     if plan.row_tokens <= config.num_depths:
@@ -56,4 +56,9 @@ def check(config: PEagleConfig, plan: DraftPlan) -> None:
             f"training.row_tokens is {plan.row_tokens}, too short for chains of algorithm.num_depths "
             f"= {config.num_depths} tokens",
             mend="raise training.row_tokens; 1024 is usual",
+        )
+    if plan.k is not None and plan.k > config.num_depths:
+        raise ConfigError(
+            f"evaluation.k is {plan.k}, but only algorithm.num_depths = {config.num_depths} tokens are learned",
+            mend="raise algorithm.num_depths, or lower evaluation.k",
         )

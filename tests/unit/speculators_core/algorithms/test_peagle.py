@@ -349,3 +349,10 @@ def test_what_does_not_fit_is_refused_before_capture(
 ) -> None:
     with pytest.raises(ConfigError, match=field):
         check(PEagleConfig(**knobs), DraftPlan(verifier, VOCAB, None, row_tokens, False))
+
+
+def test_more_is_not_evaluated_than_is_learned(verifier: Path) -> None:
+    plan = DraftPlan(verifier, VOCAB, None, row_tokens=64, allow_unservable=False, k=4)
+    check(PEagleConfig(num_depths=4), plan)
+    with pytest.raises(ConfigError, match=r"evaluation\.k is 4"):
+        check(PEagleConfig(num_depths=3), plan)
