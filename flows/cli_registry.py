@@ -113,7 +113,7 @@ def history(model: ModelArgument, as_json: JsonOption = False) -> None:
                 f"{line.version}  {', '.join(line.aliases)}".rstrip(),
                 f"{line.created}  {line.algorithm}  {line.verifier}  vLLM {line.vllm}  "
                 f"AL {'-' if line.al is None else f'{line.al:.3f}'}  gate {line.outcome}"
-                + (f"\n{line.reasons}" if line.reasons else ""),
+                + "".join(f"\n{text}" for text in (line.reasons, line.approval, line.report) if text),
             )
             for line in found.versions
         ],

@@ -17,8 +17,8 @@ from pydantic import Field
 
 from speculators_core.config import Recipe
 from speculators_core.types import ArtifactRef
-from tasks.release import APPROVAL_TAG, APPROVED, PromotionResult, Registration, promote
-from tasks.versions import open_aliases
+from tasks.release import APPROVED, PromotionResult, Registration, promote
+from tasks.versions import APPROVAL_NOTE_TAG, APPROVAL_TAG, open_aliases
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def approved(
     )
     said = APPROVED if answer.approve else REFUSED
     note = f"{said} by {answer.who or 'somebody'}: {answer.why or 'no reason given'}"
-    open_aliases().set_tags(model, version, {APPROVAL_TAG: said, f"{APPROVAL_TAG}.note": note})
+    open_aliases().set_tags(model, version, {APPROVAL_TAG: said, APPROVAL_NOTE_TAG: note})
     log.info("approval=%s model=%s version=%s", said, model, version)
     if not answer.approve:
         return judged.model_copy(update={"reasons": (*judged.reasons, note), "awaits_approval": False})

@@ -47,8 +47,11 @@ from tasks.planning import world_of
 from tasks.policies import stage_task
 from tasks.reporting import build_report, publish_report
 from tasks.versions import (
+    APPROVAL_TAG,
+    EVALUATION_TAG,
     INCUMBENT_TAG,
     NO_INCUMBENT,
+    REPORT_TAG,
     TEMPLATE_TAG,
     actor,
     fetch_draft,
@@ -59,9 +62,8 @@ from tasks.warm_start import BEGAN_TAG, recipe_start
 
 log = logging.getLogger(__name__)
 
-EVALUATION_TAG = "evaluation.digest"
-DECISION_TAG, REPORT_TAG = "gate.decision", "gate.report"
-APPROVAL_TAG, APPROVED = "gate.approval", "approved"
+DECISION_TAG = "gate.decision"
+APPROVED = "approved"
 
 
 class Registration(StrictModel):

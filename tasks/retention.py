@@ -23,10 +23,9 @@ from tasks.adapters.locks import file_lock
 from tasks.adapters.registry import DRAFT_TAG
 from tasks.adapters.settings import Settings, settings
 from tasks.observe import tracking
+from tasks.versions import EVALUATION_TAG
 
 log = logging.getLogger(__name__)
-
-EVALUATION_TAG = "evaluation.digest"
 
 
 class Pin(StrictModel):

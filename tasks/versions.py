@@ -31,6 +31,8 @@ from tasks.observe import flow_run_id, tracking
 
 INCUMBENT_TAG = "gate.incumbent"
 """The version that the gate compared with, or `none`: what a later promotion by name must still find serving."""
+EVALUATION_TAG, REPORT_TAG = "evaluation.digest", "gate.report"
+APPROVAL_TAG, APPROVAL_NOTE_TAG = "gate.approval", "gate.approval.note"
 TEMPLATE_TAG = "verifier.template_kwargs"
 VERIFIER_TAG = "verifier.uri"
 NO_INCUMBENT = "none"
@@ -60,6 +62,8 @@ class VersionLine(StrictModel):
     al: float | None
     outcome: str = Field(description="of the gate; `-`: it has not looked")
     reasons: str
+    report: str | None = Field(description="where its report lies, as MLflow names it")
+    approval: str | None = Field(description="what a person said, where the recipe asks one")
     aliases: tuple[str, ...]
 
 
@@ -67,7 +71,7 @@ class History(StrictModel):
     """Every version of a model with what the gate said, and every move of its champion, oldest first."""
 
     model: str
-    serving: str | None
+    champion: str | None = Field(description="where the alias points; the last move tells whether it serves")
     versions: tuple[VersionLine, ...]
     moves: tuple[AuditEntry, ...]
 
@@ -190,6 +194,8 @@ def history(model: str) -> History:
                 al=float(al) if al else None,
                 outcome=tags.get(GATE_TAG, "-"),
                 reasons=tags.get("gate.reasons", ""),
+                report=tags.get(REPORT_TAG),
+                approval=tags.get(APPROVAL_NOTE_TAG),
                 aliases=tuple(sorted(name for name, number in names.items() if number == version)),
             )
         )
@@ -197,7 +203,7 @@ def history(model: str) -> History:
         raise no_such(aliases, model)
     return History(
         model=model,
-        serving=names.get(CHAMPION),
+        champion=names.get(CHAMPION),
         versions=tuple(lines),
         moves=audit_log(settings().home, model),
     )

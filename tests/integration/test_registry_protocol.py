@@ -258,7 +258,7 @@ def test_promotion_and_rollback_by_name_restore_the_pair(home: Path, verifier: P
     assert back.seconds < 60
 
     told = versions.history(chat)
-    assert (told.serving, [line.version for line in told.versions]) == (one, [one, two])
+    assert (told.champion, [line.version for line in told.versions]) == (one, [one, two])
     assert [(move.action, move.to_version) for move in told.standing_moves()] == [
         ("promote", one),
         ("promote", two),

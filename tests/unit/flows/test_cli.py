@@ -30,7 +30,8 @@ def test_help_names_every_stage_and_imports_nothing_heavy() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "flows.cli", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    for name in ("retrain", "preflight", "prepare", "capture", "train", "export", "evaluate", "register", "promote"):
+    stages = ("preflight", "prepare", "capture", "train", "export", "evaluate", "register")
+    for name in ("retrain", *stages, "promote", "rollback", "history", "matrix", "support", "gc", "pin"):
         assert name in shown
 
 
