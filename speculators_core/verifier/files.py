@@ -17,6 +17,9 @@ from speculators_core.verifier.hashes import HashCache, file_key
 HUB_ID = re.compile(r"^(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?$")
 
 
+_READ = (".safetensors", ".json", ".jinja", ".model", ".txt")
+
+
 class VerifierFiles(Protocol):
     """Read-only files of one verifier; VerifierError where it cannot be read or is away."""
 
@@ -108,8 +111,9 @@ class LocalFiles:
         return found
 
     def stamp(self) -> str:
-        """Stat facts of every file."""
-        return ";".join(f"{name}={file_key(self._path(name))}" for name in sorted(self.names()))
+        """Stat facts of every file of a kind that is read; logs beside them may grow."""
+        read = sorted(name for name in self.names() if name.endswith(_READ))
+        return ";".join(f"{name}={file_key(self._path(name))}" for name in read)
 
     def local(self, *, weights: bool) -> Path:
         """The directory itself, absolute."""

@@ -113,6 +113,16 @@ def test_a_directory_that_changes_while_it_is_hashed_is_refused(verifier: Path) 
     assert "wait" in str(caught.value.mend)
 
 
+def test_a_log_that_grows_beside_the_model_is_no_change(verifier: Path) -> None:
+    class Logged(LocalFiles):
+        def sha256(self, names: Sequence[str]) -> list[str]:
+            with (self._directory / "train.log").open("a") as log:
+                log.write("step\n")
+            return super().sha256(names)
+
+    assert describe(Logged(verifier, home=None)).fingerprint == fingerprint(verifier, home=None)
+
+
 def test_what_was_seen_is_remembered_by_its_digest(verifier: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     found = describe_location(verifier, home=home)
