@@ -80,6 +80,7 @@ def unrolled_loss(
     *,
     tail_DC: Tensor | None = None,
     weigh: Weigh | None = None,
+    variants: int = 1,
     logit_scale: float = 1.0,
     chunk: int = DEFAULT_CHUNK,
     want_acceptance: bool = False,
@@ -92,6 +93,8 @@ def unrolled_loss(
         head_DH: the draft's vocabulary head; gets a gradient only if it asks for one.
         tail_DC: trained columns beside the head: a low-rank bias of the logits costs no second pass over D.
         weigh: weights that depend on the losses themselves, in place of those of `targets`.
+        variants: readings of the same states: steps are variants × links, and those of one link differ in their last C
+            columns only, so that they share the product with the head.
         target_logits: gives the verifier's logits float32 [u, D] of a slice of targets; never differentiated.
         targets: rows and weights.
         terms: the weighted sum of losses.
@@ -103,7 +106,20 @@ def unrolled_loss(
     device = hidden_SRH[0].device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_SRH[0].dtype
     candidates = _no_candidates(targets.rows_SU, want_candidates)
-    plan = _Plan(target_logits, targets, tuple(terms), weigh, logit_scale, chunk, want_acceptance, candidates, compute)
+    assert variants == 1 or (tail_DC is not None and not head_DH.requires_grad)
+    plan = _Plan(
+        target_logits,
+        targets,
+        tuple(terms),
+        weigh,
+        variants,
+        logit_scale,
+        chunk,
+        want_acceptance,
+        candidates,
+        compute,
+        shared_columns=head_DH.shape[1] if variants > 1 else 0,
+    )
     sources = (head_DH, *hidden_SRH, *(() if tail_DC is None else (tail_DC,)))
     needs_grad = torch.is_grad_enabled() and any(source.requires_grad for source in sources)
     with torch.autocast(device, enabled=False):  # it would form even float32 dot products in bfloat16
@@ -134,11 +150,13 @@ class _Plan:
     targets: UnrolledTargets
     terms: tuple[LossTerm, ...]
     weigh: Weigh | None
+    variants: int
     logit_scale: float
     chunk: int
     want_acceptance: bool
     candidates: Candidates | None
     compute: torch.dtype
+    shared_columns: int = 0
 
 
 def _run(
@@ -191,6 +209,8 @@ def _losses(
     """Losses float32 [S, U, N], zero where there is no row, whether the best tokens agree, and Σ min(p, q)."""
     rows_SU = plan.targets.rows_SU
     steps, count = rows_SU.shape
+    links = steps // plan.variants
+    shared = plan.shared_columns
     losses_SUN = torch.zeros(steps, count, len(plan.terms), device=rows_SU.device)
     correct_SU = torch.zeros(steps, count, dtype=torch.bool, device=rows_SU.device)
     acceptance_SU = torch.zeros_like(weights_SU) if plan.want_acceptance else None
@@ -200,51 +220,65 @@ def _losses(
         if plan.candidates is not None:
             plan.candidates.target_U[window] = verifier.top_N
             plan.candidates.target_mass_U[window] = verifier.probs_ND.amax(dim=-1).float()
-        for step in range(steps):
+        for link in range(links):
             targets_u, pair_verifier = torch.arange(window.start, window.stop, device=rows_SU.device), verifier
-            present_u = rows_SU[step, window] >= 0
+            present_u = rows_SU[link, window] >= 0
             if int(present_u.sum()) < SPARSE * present_u.numel():
                 targets_u = targets_u[present_u]
                 if targets_u.numel() == 0:
                     continue
                 pair_verifier = Distribution(verifier.logits_ND[present_u])
                 present_u = present_u[present_u]
-            weights_u = weights_SU[step, targets_u].to(verifier.logits_ND.dtype) * present_u
-            safe_u = rows_SU[step, targets_u].clamp_min(0)  # absent rows compute with row 0 and weigh nothing
-            hidden_uH = hidden_SRH[step].detach()[safe_u].to(plan.compute)
-            logits_uD = (hidden_uH @ head.T).to(verifier.logits_ND.dtype)
-            if plan.logit_scale != 1.0:
-                logits_uD *= plan.logit_scale
-            hard_U = plan.targets.hard_U
-            pair = Pair(Distribution(logits_uD), pair_verifier, None if hard_U is None else hard_U[targets_u])
-            correct_SU[step, targets_u] = pair.draft.agrees_N(pair_verifier) & present_u
-            if acceptance_SU is not None:
-                acceptance_SU[step, targets_u] = pair.acceptance_N.float() * present_u
-            if plan.candidates is not None:
-                best_uK = torch.topk(logits_uD, plan.candidates.best_SUK.shape[-1], dim=-1).indices
-                plan.candidates.best_SUK[step, targets_u] = best_uK
-                plan.candidates.mass_SUK[step, targets_u] = pair_verifier.probs_ND.gather(1, best_uK).float()
-            grad_uD: Tensor | None = None
-            for number, term in enumerate(plan.terms):
-                loss_u, term_grad_uD = LOSSES[term.name](pair)
-                losses_SUN[step, targets_u, number] = loss_u.float() * present_u
+            safe_u = rows_SU[link, targets_u].clamp_min(0)  # absent rows compute with row 0 and weigh nothing
+            hard_u = None if plan.targets.hard_U is None else plan.targets.hard_U[targets_u]
+            base_uD = shared_grad_uD = None
+            if shared:
+                base_uD = hidden_SRH[link].detach()[safe_u, :shared].to(plan.compute) @ head[:, :shared].T
+                base_uD = base_uD.to(verifier.logits_ND.dtype)
+            for step in range(link, steps, links):
+                weights_u = weights_SU[step, targets_u].to(verifier.logits_ND.dtype) * present_u
+                own_uC = hidden_SRH[step].detach()[safe_u, shared:].to(plan.compute)
+                logits_uD = (own_uC @ head[:, shared:].T).to(verifier.logits_ND.dtype)
+                if base_uD is not None:
+                    logits_uD += base_uD
+                if plan.logit_scale != 1.0:
+                    logits_uD *= plan.logit_scale
+                pair = Pair(Distribution(logits_uD), pair_verifier, hard_u)
+                correct_SU[step, targets_u] = pair.draft.agrees_N(pair_verifier) & present_u
+                if acceptance_SU is not None:
+                    acceptance_SU[step, targets_u] = pair.acceptance_N.float() * present_u
+                if plan.candidates is not None:
+                    wanted = plan.candidates.best_SUK.shape[-1]
+                    best_uK = torch.topk(logits_uD, wanted).indices if wanted > 1 else pair.draft.top_N[:, None]
+                    plan.candidates.best_SUK[step, targets_u] = best_uK
+                    plan.candidates.mass_SUK[step, targets_u] = pair_verifier.probs_ND.gather(1, best_uK).float()
+                grad_uD: Tensor | None = None
+                for number, term in enumerate(plan.terms):
+                    loss_u, term_grad_uD = LOSSES[term.name](pair)
+                    losses_SUN[step, targets_u, number] = loss_u.float() * present_u
+                    if grads_SRH is None:
+                        continue
+                    if grad_uD is None:
+                        grad_uD = term_grad_uD if term.weight == 1.0 else term_grad_uD * term.weight
+                    else:
+                        grad_uD = grad_uD.add(term_grad_uD, alpha=term.weight)
                 if grads_SRH is None:
                     continue
-                if grad_uD is None:
-                    grad_uD = term_grad_uD if term.weight == 1.0 else term_grad_uD * term.weight
-                else:
-                    grad_uD = grad_uD.add(term_grad_uD, alpha=term.weight)
-            if grads_SRH is not None:
                 assert grad_uD is not None
-                scale_u1 = (weights_u * plan.logit_scale)[:, None]  # on [u, H], where it costs nothing
+                scale_u1 = (weights_u * plan.logit_scale)[:, None]  # on [u, C], where it costs nothing
+                if shared:
+                    weighted_uD = grad_uD * scale_u1
+                    shared_grad_uD = weighted_uD if shared_grad_uD is None else shared_grad_uD.add_(weighted_uD)
                 grad_uD = grad_uD.to(plan.compute)
                 # rows of a step are distinct apart from the weightless stand-ins, so adding is exact
-                grad_uH = (grad_uD @ head).to(scale_u1.dtype) * scale_u1
-                grads_SRH[step].index_add_(0, safe_u, grad_uH.to(grads_SRH[step].dtype))
+                grad_uC = (grad_uD @ head[:, shared:]).to(scale_u1.dtype) * scale_u1
+                grads_SRH[step][:, shared:].index_add_(0, safe_u, grad_uC.to(grads_SRH[step].dtype))
                 if columns_grad is not None:
-                    weighted_uH = hidden_uH[:, -columns_grad.shape[1] :].to(columns_grad.dtype)
-                    weighted_uH = weighted_uH * scale_u1.to(columns_grad.dtype)
-                    columns_grad.addmm_(grad_uD.T.to(columns_grad.dtype), weighted_uH)
+                    weighted_uC = (own_uC[:, -columns_grad.shape[1] :] * scale_u1).to(plan.compute)
+                    columns_grad.add_(grad_uD.T @ weighted_uC)  # as autocast forms any weight's gradient
+            if grads_SRH is not None and shared_grad_uD is not None:
+                grad_uH = shared_grad_uD.to(plan.compute) @ head[:, :shared]
+                grads_SRH[link][:, :shared].index_add_(0, safe_u, grad_uH.to(grads_SRH[link].dtype))
     return losses_SUN, correct_SU, acceptance_SU
 
 

@@ -64,7 +64,7 @@ class XPressObjective:
         outcome = self._loss(draft, hidden_MBH, biases, learned, batch, denominators)
         share = share_of(config, batch, denominators)
         metrics = self._losses(outcome, len(biases), share)
-        return StepResult(outcome.loss, metrics | self._agreement(draft, outcome, learned, batch))
+        return StepResult(outcome.loss, metrics | self._agreement(outcome, learned, batch))
 
     @property
     def _has_base(self) -> bool:
@@ -125,10 +125,11 @@ class XPressObjective:
             config.loss_terms,
             tail_DC=draft.refiner_head.readout.weight,
             weigh=weigh if config.position_weights == "dpace" else None,
+            variants=variants,
             logit_scale=draft.draft_logit_scale,
             chunk=config.loss_chunk,
             want_acceptance=True,
-            want_candidates=1,
+            want_candidates=1 if draft.vocabulary is None else None,
         )
 
     def _coefficients(self, variants: int) -> list[float]:
@@ -156,15 +157,13 @@ class XPressObjective:
             metrics |= {f"{term.name}_loss": Counted(value, share) for term, value in values}
         return metrics
 
-    def _agreement(
-        self, draft: XPressDraft, outcome: UnrolledLoss, learned: LearnedBlocks, batch: Batch
-    ) -> dict[str, Counted]:
-        assert outcome.acceptance_SU is not None and outcome.candidates is not None
+    def _agreement(self, outcome: UnrolledLoss, learned: LearnedBlocks, batch: Batch) -> dict[str, Counted]:
+        assert outcome.acceptance_SU is not None
         links, counted_SM = self.config.drafted_tokens, learned.counted_SM
         count = float(counted_SM.sum())
         correct_SM = learned.by_block(outcome.correct_SU[:links])
         right_SM = correct_SM
-        if draft.vocabulary is None:
+        if outcome.candidates is not None:
             next_U = functional.pad(batch.input_ids, (0, 1))[learned.targets_U + 1]
             right_SM = learned.by_block(outcome.candidates.best_SUK[:links, :, 0] == next_U)
         refined_SM = learned.by_block(outcome.acceptance_SU[:links]) * counted_SM
