@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from speculators_core import stages
 from speculators_core.config import Recipe
@@ -24,7 +24,7 @@ from speculators_core.lifecycle.promotion import CHALLENGER, settle
 from speculators_core.lifecycle.promotion import promote as move_champion
 from speculators_core.run import NotProduced, Run, StageResult
 from speculators_core.stages import read_evaluation
-from speculators_core.store.manifest import MANIFEST_NAME
+from speculators_core.store.manifest import MANIFEST_NAME, sha256_json
 from speculators_core.summary import (
     AcceptanceSummary,
     DraftSummary,
@@ -62,7 +62,7 @@ from tasks.warm_start import BEGAN_TAG, recipe_start
 
 log = logging.getLogger(__name__)
 
-DECISION_TAG = "gate.decision"
+DECISION_TAG, RULES_TAG = "gate.decision", "gate.rules"
 APPROVED = "approved"
 
 
@@ -165,12 +165,16 @@ def promote_version(run: Run, registration: Registration, draft: ArtifactRef, da
     aliases = open_aliases()
     serving = settle(aliases, model, pair=None, home=run.home).version
     incumbent = None if serving in (None, version) else serving
-    verdict = judge_version(run, aliases, registration, draft, dataset, incumbent)
-    decision, approval = verdict.decision, aliases.tags(model, version).get(APPROVAL_TAG)
+    # what serves was compared with what served before it: judged again alone, that would be forgotten
+    decision = noted_decision(run, aliases.tags(model, version)) if serving == version else None
+    if decision is None:
+        decision = judge_version(run, aliases, registration, draft, dataset, incumbent).decision
+    approval = aliases.tags(model, version).get(APPROVAL_TAG)
     waits = decision.passed and run.recipe.gate.approval == "required" and approval != APPROVED and serving != version
     changed = False
     if decision.passed and not waits:
-        fetch_draft(settings(), aliases.tags(model, version), model, version)  # what serving will fetch is whole
+        if serving != version:  # what serving will fetch is whole
+            fetch_draft(settings(), aliases.tags(model, version), model, version)
         moved = move_champion(
             aliases,
             model,
@@ -234,7 +238,7 @@ def judge_version(
         measured = verdict.candidate, verdict.incumbent, verdict.ngram
         report = build_report(run, (model, version), draft, dataset, verdict.decision, measured, serving)
         aliases.set_tags(model, version, {REPORT_TAG: publish_report(run, report)})
-    note_decision(aliases, model, version, verdict.decision, incumbent)
+    note_decision(run, aliases, model, version, verdict.decision, incumbent)
     note_cell(aliases, model, version, cell_here(run, verdict.candidate, verdict.decision, verdict.evaluations[0]))
     if incumbent is not None and verdict.incumbent is not None:
         pair = {"verifier_fingerprint": run.fingerprint.digest, "runtime_key": run.runtime.key}
@@ -283,8 +287,24 @@ def measure_baselines(run: Run, dataset: ArtifactRef) -> Measurement | None:
     return read_measurement(run.store.path(stages.measure_ngram(run, dataset).ref))
 
 
+def noted_decision(run: Run, tags: Mapping[str, str]) -> GateDecision | None:
+    """The decision that a version carries, if it was made on this verifier and runtime by these rules."""
+    here = cell_of(tags, verifier_fingerprint=run.fingerprint.digest, runtime_key=run.runtime.key)
+    if here.evaluation is None or tags.get(RULES_TAG) != rules(run):
+        return None
+    try:
+        return GateDecision.model_validate_json(tags.get(DECISION_TAG, ""))
+    except ValidationError:
+        return None
+
+
+def rules(run: Run) -> str:
+    """Digest of the recipe's gate."""
+    return sha256_json(run.recipe.gate.model_dump(mode="json"))
+
+
 def note_decision(
-    aliases: MlflowAliases, model: str, version: str, decision: GateDecision, incumbent: str | None
+    run: Run, aliases: MlflowAliases, model: str, version: str, decision: GateDecision, incumbent: str | None
 ) -> None:
     """Leave the verdict on the version: outcome as tags, everything as JSON in one tag."""
     aliases.set_tags(
@@ -294,6 +314,7 @@ def note_decision(
             GATE_TAG: decision.outcome,
             "gate.reasons": "; ".join(decision.reasons),
             DECISION_TAG: decision.model_dump_json(),
+            RULES_TAG: rules(run),
             INCUMBENT_TAG: incumbent or NO_INCUMBENT,
         },
     )
