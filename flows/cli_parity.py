@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from flows.cli_support import NO_OVERRIDES, JsonOption, RecipeArgument, SetOption, by_name, run_stages, show_table
+from flows.cli_support import (
+    NO_OVERRIDES,
+    JsonOption,
+    RecipeArgument,
+    SetOption,
+    by_name,
+    load,
+    prepare_environment,
+    run_stages,
+    show_table,
+)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -30,15 +40,22 @@ def parity(
     Token ids, hidden states, draft logits, proposals, acceptance length: each is compared with what is computed here,
     from one run of the engine with the draft. Exit status 1 when a rung breaks.
     """
-    last = "export" if draft is None else "prepare"
-    results, run = run_stages(recipe, overrides, last, as_json, show=False)
     from speculators_core.data.rows import RowSet
     from speculators_core.evaluation.parity import ParityConfig, walk_ladder
 
+    if draft is None:
+        results, run = run_stages(recipe, overrides, "export", as_json, show=False)
+        draft, dataset = run.store.path(by_name(results, "export").ref), by_name(results, "prepare").ref
+    else:
+        from speculators_core import stages
+        from speculators_core.run import Run
+
+        run = Run(load(recipe, overrides), prepare_environment().home)
+        dataset = stages.prepare(run).ref
     ladder = walk_ladder(
-        draft or run.store.path(results[-1].ref),
+        draft,
         run.verifier,
-        RowSet.open(run.store.path(by_name(results, "prepare").ref)),
+        RowSet.open(run.store.path(dataset)),
         run.recipe.runtime,
         ParityConfig(prompts=prompts, dtype=dtype, kv_cache_gib=run.recipe.evaluation.kv_cache_gib),
         home=run.home,
