@@ -263,7 +263,9 @@ def _prompt_counts(
     )
 
 
-def _require_same_counts(counted: SpecDecodeCounters, per_prompt: Sequence[PromptCounts], *, sometimes: bool = False) -> None:
+def _require_same_counts(
+    counted: SpecDecodeCounters, per_prompt: Sequence[PromptCounts], *, sometimes: bool = False
+) -> None:
     drafts, accepted = sum(row.drafts for row in per_prompt), sum(row.accepted for row in per_prompt)
     if not counted.drafts and not sometimes:
         raise EvaluationError(
