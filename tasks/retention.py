@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from speculators_core.lifecycle.matrix import cells
 from speculators_core.lifecycle.retention import Item, Plan, Root, plan_sweep
 from speculators_core.run import MADE_OF, MadeOf
 from speculators_core.store import Store, write_atomic
+from speculators_core.store.files import discard
 from speculators_core.types import ArtifactRef, StrictModel
 from tasks.adapters.aliases import MlflowAliases
 from tasks.adapters.locks import file_lock
@@ -26,6 +28,10 @@ from tasks.observe import tracking
 from tasks.versions import EVALUATION_TAG
 
 log = logging.getLogger(__name__)
+
+
+FETCHED = "drafts"
+"""Directory of the state root where `versions.fetch_draft` puts registered drafts."""
 
 
 class Pin(StrictModel):
@@ -70,6 +76,7 @@ def collect(*, keep_days: float, quota_bytes: int | None = None) -> Swept:
     with file_lock(settings().locks, "gc"):
         store = open_store(settings())
         store.empty_trash()
+        shutil.rmtree(_fetched_trash(), ignore_errors=True)
         plan = plan_gc(keep_days=keep_days, quota_bytes=quota_bytes)
         refs = {_name(ref): ref for ref in store.artifacts()}
         deleted: list[str] = []
@@ -79,6 +86,9 @@ def collect(*, keep_days: float, quota_bytes: int | None = None) -> Swept:
                 gone = store.sweep(refs[line.name])
             elif line.name.startswith("work/"):
                 gone = store.sweep_workspace(*line.name.split("/")[1:])
+            elif line.name.startswith(f"{FETCHED}/"):
+                discard(settings().home / line.name, _fetched_trash())
+                gone = True
             else:
                 gone = False  # replaced meanwhile: another artifact, which this plan has not seen
             (deleted if gone else left).append(line.name)
@@ -87,7 +97,7 @@ def collect(*, keep_days: float, quota_bytes: int | None = None) -> Swept:
 
 
 def list_items(store: Store) -> Iterator[Item]:
-    """Artifacts with their lineage, then what killed stages left."""
+    """Artifacts with their lineage, then what killed stages left, then drafts that were fetched from the registry."""
     for ref in store.artifacts():
         manifest = store.manifest(ref)
         made_of = manifest.meta.get(MADE_OF)
@@ -99,14 +109,16 @@ def list_items(store: Store) -> Iterator[Item]:
             inputs=None if made_of is None else tuple(MadeOf.model_validate(made_of).inputs.values()),
         )
     for kind, digest, path in store.workspaces():
-        files = [file.stat() for file in path.rglob("*") if file.is_file()]
-        yield Item(
-            name=f"work/{kind}/{digest}",
-            digest=f"work/{kind}/{digest}",
-            num_bytes=sum(stat.st_size for stat in files),
-            used=max((stat.st_mtime for stat in files), default=path.stat().st_mtime),
-            inputs=(),
-        )
+        yield _directory(f"work/{kind}/{digest}", path)
+    for path in sorted((settings().home / FETCHED).glob("[!.]*")):
+        yield _directory(f"{FETCHED}/{path.name}", path)
+
+
+def _directory(name: str, path: Path) -> Item:
+    """A directory that is no artifact, made of nothing that is known; it gives its name for a digest."""
+    files = [file.stat() for file in path.rglob("*") if file.is_file()]
+    used = max([path.stat().st_mtime, *(stat.st_mtime for stat in files)])
+    return Item(name=name, digest=name, num_bytes=sum(stat.st_size for stat in files), used=used, inputs=())
 
 
 def list_roots(store: Store, items: tuple[Item, ...]) -> Iterator[Root]:
@@ -133,6 +145,8 @@ def registered_roots(found: Settings) -> Iterator[Root]:
             for digest in (tags.get(DRAFT_TAG), tags.get(EVALUATION_TAG), *evaluations):
                 if digest:
                     yield Root(digest=digest, reason=reason, lineage=bool(held))
+            if held:  # serving reads it there; that of any other version can be fetched again
+                yield Root(digest=f"{FETCHED}/{tags.get(DRAFT_TAG)}", reason=reason)
 
 
 def pin(reference: str, *, why: str = "") -> Pin:
@@ -192,6 +206,10 @@ def resolve(store: Store, reference: str) -> ArtifactRef:
             mend=f"say more of it: {names}" if found else "`draftsmith gc` lists what there is",
         )
     return found[0]
+
+
+def _fetched_trash() -> Path:
+    return settings().home / "scratch" / "fetched-trash"
 
 
 def _write_pins(home: Path, pins: list[Pin]) -> None:

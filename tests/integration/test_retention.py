@@ -48,7 +48,11 @@ def publish(kind: str, name: str, **inputs: str) -> ArtifactRef:
 def grow_old(home: Path, days: float = 90) -> None:
     """Everything in the store was last used long ago."""
     then = time.time() - days * 86_400
-    for path in [*(home / "store").rglob("*"), *(home / "store" / ".locks").glob("*.use.lock")]:
+    for path in [
+        *(home / "drafts").rglob("*"),
+        *(home / "store").rglob("*"),
+        *(home / "store" / ".locks").glob("*.use.lock"),
+    ]:
         os.utime(path, (then, then))
 
 
@@ -89,9 +93,12 @@ def names(home: Path) -> set[str]:
 
 
 def test_gc_keeps_what_is_referred_to_and_deletes_the_rest(home: Path) -> None:
-    make_loop("champion")
+    champion = make_loop("champion")
     tracking().client.set_registered_model_alias("chat", CHAMPION, "1")
-    make_loop("failed")
+    failed = make_loop("failed")
+    fetched = [home / "drafts" / made["draft"].digest for made in (champion, failed)]
+    for version, path in zip(("1", "2"), fetched, strict=True):
+        DraftRegistry(tracking()).download("chat", version, path)
     publish("states", "pinned-states")
     publish("states", "orphan-states")
     left = retention.open_store(settings()).workspace("states", "left")
@@ -103,7 +110,7 @@ def test_gc_keeps_what_is_referred_to_and_deletes_the_rest(home: Path) -> None:
 
     shown = retention.plan_gc(keep_days=KEEP_DAYS)
     going = {line.name.split("/")[-1] for line in shown.deletions}
-    assert going == {"failed-states", "failed-training", "orphan-states", "left"}
+    assert going == {"failed-states", "failed-training", "orphan-states", "left", failed["draft"].digest}
     reasons = {line.name.split("/")[-1]: line.reason for line in shown.lines}
     assert reasons["champion-states"] == "champion: chat version 1"
     assert reasons["failed-draft"] == "registered: chat version 2"
@@ -116,7 +123,8 @@ def test_gc_keeps_what_is_referred_to_and_deletes_the_rest(home: Path) -> None:
     done = retention.collect(keep_days=KEEP_DAYS)
     assert names(home) == everything - {"failed-states", "failed-training"}, "what is read just now stays"
     assert not left.exists()
-    assert set(done.deleted) == {"states/failed-states", "training/failed-training", "work/states/left"}
+    assert len(done.deleted) == 4 and done.left == ()
+    assert [path.exists() for path in fetched] == [True, False], "what may be fetched again goes, what serves stays"
     del reader
     grow_old(home)
     assert retention.unpin(pin.digest[:10]) == pin
