@@ -35,7 +35,9 @@ def preflight(run: Run) -> StageResult:
 
         greet_servers(run)
     inputs = {"verifier config": run.fingerprint.parts["config"], "runtime": run.runtime.key}
-    settings = {"draft": run.draft_shape}
+    settings: dict[str, Any] = {"draft": run.draft_shape}
+    if run.recipe.export.allow_unservable:  # what was let through then is not let through without it
+        settings["allow_unservable"] = True
     key = input_digest("preflight", VERSIONS["preflight"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:

@@ -43,7 +43,8 @@ class CandidateSelector(nn.Module):
         with torch.autocast(hidden_NH.device.type, enabled=False):
             wide = logits_NK.dtype
             transitions_NK = (successors_NKr.to(wide) @ context_Nr.to(wide)[:, :, None]).squeeze(-1)
-        return logits_NK + transitions_NK
+        scores_NK: Tensor = logits_NK + transitions_NK
+        return scores_NK
 
 
 def candidate_logits(hidden_NH: Tensor, head_DH: Tensor, candidates_NK: Tensor) -> Tensor:

@@ -113,7 +113,9 @@ class DFlash2Objective:
             met_U = learned.rows_SU[link] >= 0
             place_M[learned.rows_SU[link][met_U]] = met_U.nonzero().squeeze(1)
             places = place_M[rows]
-            for part, at in zip(rows.split(self.config.loss_chunk), places.split(self.config.loss_chunk), strict=True):
+            for part, at in zip(
+                torch.split(rows, self.config.loss_chunk), torch.split(places, self.config.loss_chunk), strict=True
+            ):
                 hidden_NH, previous_N = hidden_MSH[part, link], previous_MS[part, link]
                 target_N = found.target_U[at]
                 candidates_NK, place_N, present_N = with_target(found.best_SUK[link, at], target_N)
@@ -166,7 +168,7 @@ class DFlash2Objective:
         head_DH = draft.lm_head.weight.to(hidden_MH.dtype)
         picked = []
         for hidden_NH, previous_N in zip(
-            hidden_MH.split(self.config.loss_chunk), previous_M.split(self.config.loss_chunk), strict=True
+            torch.split(hidden_MH, self.config.loss_chunk), torch.split(previous_M, self.config.loss_chunk), strict=True
         ):
             logits_NK, best_NK = torch.topk(hidden_NH @ head_DH.T, self.config.selector_top_k, dim=-1)
             scores_NK = draft.candidate_selector(logits_NK.float(), best_NK, previous_N, hidden_NH)

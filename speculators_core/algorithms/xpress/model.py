@@ -80,7 +80,7 @@ class XPressDraft(BlockDraft):
         known = 1 if self.config.sample_from_anchor else 2  # slots whose token before is known
         blocks = max(1, chunk // hidden_MBH.shape[1])
         parts: list[list[Tensor]] = []
-        for hidden, known_mB in zip(hidden_MBH.split(blocks), known_MB.split(blocks), strict=True):
+        for hidden, known_mB in zip(torch.split(hidden_MBH, blocks), torch.split(known_MB, blocks), strict=True):
             base = hidden @ head_DH.T
             states = self.refiner_head.states(hidden)
             logits, found = base, []
