@@ -127,7 +127,9 @@ def test_no_algorithm_knows_another_nor_is_named_outside() -> None:
     for name in names:
         for path in (folder / name).rglob("*.py"):
             for other in names - {name}:
-                assert not any(f"algorithms.{other}." in f"{used}." for used in imports_of(path)), f"{path} knows {other}"
+                assert not any(f"algorithms.{other}." in f"{used}." for used in imports_of(path)), (
+                    f"{path} knows {other}"
+                )
     for path in sources(
         "speculators_core/training", "speculators_core/data", "speculators_core/losses", "tasks", "flows"
     ):
