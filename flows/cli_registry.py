@@ -149,7 +149,7 @@ def matrix(
         raise ConfigError("--test and --recipe go together", mend="name both the version and the recipe to test it by")
     if test is not None and recipe is not None:
         results, run = run_stages(recipe, overrides, "prepare", as_json, show=False)
-        from tasks.release import measure_version
+        from tasks.judging import measure_version
 
         measure_version(run, model, test, results[-1].ref)
     else:

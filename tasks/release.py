@@ -5,26 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from speculators_core import stages
 from speculators_core.config import Recipe
-from speculators_core.data.rows import RowSet
-from speculators_core.evaluation.records import Measurement, read_measurement
-from speculators_core.evaluation.report import EvaluationReport
 from speculators_core.lifecycle.changes import tags_of
-from speculators_core.lifecycle.gate import GateDecision, decide
-from speculators_core.lifecycle.matrix import GATE_TAG, Cell, Pair, cell_of
+from speculators_core.lifecycle.matrix import GATE_TAG
 from speculators_core.lifecycle.promotion import CHALLENGER, settle
 from speculators_core.lifecycle.promotion import promote as move_champion
 from speculators_core.run import NotProduced, Run, StageResult
 from speculators_core.stages import read_evaluation
-from speculators_core.store.manifest import MANIFEST_NAME, sha256_json
+from speculators_core.store.manifest import MANIFEST_NAME
 from speculators_core.summary import (
     AcceptanceSummary,
     DraftSummary,
@@ -42,27 +37,22 @@ from speculators_core.types import ArtifactRef, StrictModel
 from tasks.adapters.aliases import MlflowAliases
 from tasks.adapters.registry import DraftRegistry, VersionFacts, draft_is_kept
 from tasks.adapters.settings import settings
+from tasks.judging import judge_version, noted_decision, verifier_name
 from tasks.observe import flow_run_id, parent_run, tracking
 from tasks.planning import world_of
 from tasks.policies import stage_task
-from tasks.reporting import build_report, publish_report
 from tasks.versions import (
     APPROVAL_TAG,
     EVALUATION_TAG,
-    INCUMBENT_TAG,
-    NO_INCUMBENT,
-    REPORT_TAG,
     TEMPLATE_TAG,
     actor,
     fetch_draft,
     open_aliases,
-    require_version,
 )
 from tasks.warm_start import BEGAN_TAG, recipe_start
 
 log = logging.getLogger(__name__)
 
-DECISION_TAG, RULES_TAG = "gate.decision", "gate.rules"
 APPROVED = "approved"
 
 
@@ -168,7 +158,7 @@ def promote_version(run: Run, registration: Registration, draft: ArtifactRef, da
     # what serves was compared with what served before it: judged again alone, that would be forgotten
     decision = noted_decision(run, aliases.tags(model, version)) if serving == version else None
     if decision is None:
-        decision = judge_version(run, aliases, registration, draft, dataset, incumbent).decision
+        decision = judge_version(run, aliases, (model, version), draft, dataset, incumbent).decision
     approval = aliases.tags(model, version).get(APPROVAL_TAG)
     waits = decision.passed and run.recipe.gate.approval == "required" and approval != APPROVED and serving != version
     changed = False
@@ -203,151 +193,10 @@ def promote_version(run: Run, registration: Registration, draft: ArtifactRef, da
     )
 
 
-Draft = tuple[Path, str]
-"""A draft's directory, and the digest that names its bytes."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The gate's decision with what it was made of."""
-
-    decision: GateDecision
-    candidate: EvaluationReport
-    incumbent: EvaluationReport | None
-    evaluations: tuple[str, ...]
-    """Digests of the evaluations behind it, the candidate's first."""
-    ngram: Measurement | None
-    """The training-free baseline, where the recipe asks for it."""
-
-
-def judge_version(
-    run: Run,
-    aliases: MlflowAliases,
-    registration: Registration,
-    draft: ArtifactRef,
-    dataset: ArtifactRef,
-    incumbent: str | None,
-) -> Verdict:
-    """The gate's verdict on a registered version, left on it as tags, as a cell of the matrix, and as a report."""
-    model, version = registration.model, registration.version
-    displaced = None if incumbent is None else fetch_draft(settings(), aliases.tags(model, incumbent), model, incumbent)
-    verdict = judge(run, (run.store.path(draft), draft.digest), displaced, dataset)
-    known = aliases.tags(model, version).get(DECISION_TAG)
-    if known != verdict.decision.model_dump_json():  # the report of this very decision is not there yet
-        serving = None if incumbent is None else (incumbent, aliases.tags(model, incumbent))
-        measured = verdict.candidate, verdict.incumbent, verdict.ngram
-        report = build_report(run, (model, version), draft, dataset, verdict.decision, measured, serving)
-        aliases.set_tags(model, version, {REPORT_TAG: publish_report(run, report)})
-    note_decision(run, aliases, model, version, verdict.decision, incumbent)
-    note_cell(aliases, model, version, cell_here(run, verdict.candidate, verdict.decision, verdict.evaluations[0]))
-    if incumbent is not None and verdict.incumbent is not None:
-        pair = {"verifier_fingerprint": run.fingerprint.digest, "runtime_key": run.runtime.key}
-        if cell_of(aliases.tags(model, incumbent), **pair).outcome is None:  # it was never measured on this pair
-            alone = decide(verdict.incumbent, None, run.recipe.gate)
-            note_cell(aliases, model, incumbent, cell_here(run, verdict.incumbent, alone, verdict.evaluations[1]))
-    return verdict
-
-
-def measure_version(run: Run, model: str, version: str, dataset: ArtifactRef) -> Cell:
-    """Measure a registered version on the recipe's verifier and runtime, and fill that cell of the matrix.
-
-    Raises:
-        RegistryError: no such version, its files were changed, or MLflow is away.
-    """
-    aliases = open_aliases()
-    draft = fetch_draft(settings(), require_version(aliases, model, version), model, version)
-    verdict = judge(run, draft, None, dataset)
-    cell = cell_here(run, verdict.candidate, verdict.decision, verdict.evaluations[0])
-    note_cell(aliases, model, version, cell)
-    return cell
-
-
-def judge(run: Run, candidate: Draft, incumbent: Draft | None, dataset: ArtifactRef) -> Verdict:
-    """The gate's verdict, both on the same prompts; more are drawn while it is inconclusive and they would help."""
-    held_back = len(RowSet.open(run.store.path(dataset)).prompts())
-    while True:
-        refs = [stages.evaluate(run, *draft, dataset).ref for draft in (candidate, incumbent) if draft is not None]
-        reports = [read_evaluation(run, ref) for ref in refs]
-        against = reports[1] if incumbent is not None else None
-        decision = decide(reports[0], against, run.recipe.gate)
-        used = reports[0].acceptance.prompts
-        wanted = min(decision.next_prompts or 0, held_back)
-        if decision.outcome != "inconclusive" or wanted <= used:
-            look_up = measure_baselines(run, dataset)
-            return Verdict(decision, reports[0], against, tuple(ref.digest for ref in refs), look_up)
-        log.info("gate=inconclusive prompts=%d drawing up to %d", used, wanted)
-        evaluation = run.recipe.evaluation.model_copy(update={"max_prompts": wanted})
-        run = replace(run, recipe=run.recipe.model_copy(update={"evaluation": evaluation}))
-
-
-def measure_baselines(run: Run, dataset: ArtifactRef) -> Measurement | None:
-    """N-gram look-up on the verdict's prompts, where the recipe asks for it and the engine is ours to start."""
-    if not run.recipe.evaluation.baselines or not stages.has_baseline(run):
-        return None
-    return read_measurement(run.store.path(stages.measure_ngram(run, dataset).ref))
-
-
-def noted_decision(run: Run, tags: Mapping[str, str]) -> GateDecision | None:
-    """The decision that a version carries, if it was made on this verifier and runtime by these rules."""
-    here = cell_of(tags, verifier_fingerprint=run.fingerprint.digest, runtime_key=run.runtime.key)
-    if here.evaluation is None or tags.get(RULES_TAG) != rules(run):
-        return None
-    try:
-        return GateDecision.model_validate_json(tags.get(DECISION_TAG, ""))
-    except ValidationError:
-        return None
-
-
-def rules(run: Run) -> str:
-    """Digest of the recipe's gate."""
-    return sha256_json(run.recipe.gate.model_dump(mode="json"))
-
-
-def note_decision(
-    run: Run, aliases: MlflowAliases, model: str, version: str, decision: GateDecision, incumbent: str | None
-) -> None:
-    """Leave the verdict on the version: outcome as tags, everything as JSON in one tag."""
-    aliases.set_tags(
-        model,
-        version,
-        {
-            GATE_TAG: decision.outcome,
-            "gate.reasons": "; ".join(decision.reasons),
-            DECISION_TAG: decision.model_dump_json(),
-            RULES_TAG: rules(run),
-            INCUMBENT_TAG: incumbent or NO_INCUMBENT,
-        },
-    )
-
-
-def cell_here(run: Run, report: EvaluationReport, decision: GateDecision, evaluation: str) -> Cell:
-    """What the gate says of a draft on the run's verifier and runtime."""
-    pair = Pair(
-        verifier_fingerprint=run.fingerprint.digest,
-        runtime_key=run.runtime.key,
-        verifier=verifier_name(run),
-        vllm=run.runtime.vllm,
-    )
-    acceptance = report.acceptance
-    return Cell(
-        pair=pair, outcome=decision.outcome, al=acceptance.al, prompts=acceptance.prompts, evaluation=evaluation
-    )
-
-
-def note_cell(aliases: MlflowAliases, model: str, version: str, cell: Cell) -> None:
-    """Fill a version's cell of the matrix."""
-    aliases.set_tags(model, version, {cell.tag: cell.model_dump_json()})
-
-
 def verifier_uri(run: Run) -> str:
     """Where the verifier lies: a directory, made absolute, or what the recipe says of a hub or a URL."""
     path = run.recipe.verifier.path
     return str(Path(path).expanduser().absolute()) if Path(path).expanduser().exists() else path
-
-
-def verifier_name(run: Run) -> str:
-    """Hub id where the recipe names one, else the directory's name."""
-    return run.published_name if not Path(run.published_name).is_absolute() else Path(run.published_name).name
 
 
 def summarise(

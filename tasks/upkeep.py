@@ -14,10 +14,10 @@ from speculators_core.run import Run, WarmStart
 from speculators_core.summary import LoopSummary
 from speculators_core.types import ArtifactRef, StrictModel
 from tasks.adapters.settings import settings
+from tasks.judging import measure_version
 from tasks.observe import flow_run_id
 from tasks.planning import Situation, world_of
 from tasks.policies import stage_task
-from tasks.release import measure_version
 from tasks.requests import BackfillRequest, UpkeepRequest
 from tasks.runs import UPKEEP_DEPLOYMENT, ensure_run
 from tasks.versions import fetch_draft, open_aliases, require_version
