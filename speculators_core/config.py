@@ -88,6 +88,13 @@ class Recipe(StrictModel):
     def algorithm_config(self) -> StrictModel:
         """The algorithm's own typed config; ConfigError names the field that is wrong."""
         algorithm = registry.resolve(str(self.algorithm["kind"]))
+        for key in self.algorithm.keys() - algorithm.config.model_fields.keys():
+            owners = [name for name in registry.names() if key in registry.resolve(name).config.model_fields]
+            if owners:
+                raise ConfigError(
+                    f"algorithm.{key} is a knob of {', '.join(owners)}, not of {algorithm.name}",
+                    mend=f"leave it out, or set algorithm.kind to {owners[0]}",
+                )
         return validate(algorithm.config, self.algorithm, where="algorithm")
 
     def digest(self) -> str:

@@ -29,6 +29,7 @@ def test_every_shipped_recipe_loads_and_bears_its_file_name(path: Path) -> None:
         ("training.epochs=0", ["`training.epochs`", "greater than or equal to 1"]),
         ("algorithm.kind=eagel3", ["eagel3", "eagle3"]),
         ("algorithm.ttt_step=4", ["`ttt_step`", "did you mean `ttt_steps`"]),
+        ("algorithm.markov_rank=4", ["a knob of dspark, not of eagle3", "algorithm.kind to dspark"]),
         ("algorithm={}", ["kind"]),
         ("deployment=Has Spaces", ["`deployment`"]),
         ("runtime.url=http://127.0.0.1:1", ["exactly one of"]),
