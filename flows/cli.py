@@ -37,12 +37,6 @@ app = typer.Typer(
 app.add_typer(cli_data.app, name="data")
 app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_runtime.app, name="runtime")
-cli_plan.add_to(app)
-cli_deploy.add_to(app)
-cli_registry.add_to(app)
-cli_parity.add_to(app)
-cli_gc.add_to(app)
-cli_stitch.add_to(app)
 
 
 @app.command()
@@ -171,6 +165,15 @@ def doctor(
         show_table("doctor", [(f"{'ok ' if f.ok else 'BAD'} {f.name}", f.text) for f in findings])
     if not all(f.ok for f in findings):
         raise typer.Exit(1)
+
+
+# the loop's commands come first in --help
+cli_plan.add_to(app)
+cli_deploy.add_to(app)
+cli_registry.add_to(app)
+cli_parity.add_to(app)
+cli_gc.add_to(app)
+cli_stitch.add_to(app)
 
 
 def main() -> None:
