@@ -182,7 +182,8 @@ def main() -> None:
     for noisy in ("httpx", "httpcore", "alembic", "mlflow", "matplotlib", "prefect.server"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
-        app(standalone_mode=False)
+        status = app(standalone_mode=False)  # a command's typer.Exit comes back as its number
+        sys.exit(status if isinstance(status, int) else 0)
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
     except (KeyboardInterrupt, Interrupted) as stop:

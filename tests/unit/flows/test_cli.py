@@ -63,6 +63,19 @@ def test_what_is_wrong_is_one_message_and_a_status(
     assert words in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_command_that_ends_with_a_status_ends_the_process_with_it() -> None:
+    code = (
+        "import sys, typer, flows.cli as cli\n"
+        "@cli.app.command()\n"
+        "def fail() -> None:\n"
+        "    raise typer.Exit(3)\n"
+        "sys.argv = ['draftsmith', 'fail']\n"
+        "cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=child_environment(), check=False)
+    assert done.returncode == 3
+
+
 def test_the_state_root_is_where_it_was_asked_to_be(tmp_path: Path) -> None:
     # needs no runtime: asking a vLLM for its version costs half a minute in a state root that does not know it yet
     few = ("--rows", "1", "--set", "data.max_rows=8")
