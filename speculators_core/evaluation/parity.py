@@ -33,6 +33,7 @@ from speculators_core.evaluation.parity_logits import LogitParity, ServedDraft, 
 from speculators_core.evaluation.served import drafted_tokens, served_directory, speculation
 from speculators_core.states.parity import compare_states
 from speculators_core.types import Json, StrictModel
+from speculators_core.verifier.facts import read_facts
 
 Outcome = Literal["holds", "breaks", "skipped"]
 AL_TOLERANCE = 0.03
@@ -107,7 +108,8 @@ def walk_ladder(
         raise ConfigError("there are no prompts held back", mend="set data.evaluation_prompts and prepare again")
     draft = ServedDraft.open(draft_dir, verifier_dir)
     k = config.k or drafted_tokens(draft_dir)
-    longest = max(len(prompt.prompt_token_ids) for prompt in prompts)
+    longest = max(len(prompt.prompt_token_ids) for prompt in prompts) + config.max_new_tokens + k
+    rendered = max(rows.length(index) for index in range(rows.num_rows))  # the rows that the first rung asks for
     requests = [
         GenerationRequest(id=p.id, prompt_token_ids=p.prompt_token_ids, max_tokens=config.max_new_tokens)
         for p in prompts
@@ -120,7 +122,7 @@ def walk_ladder(
         spec = ServerSpec(
             model=str(served.resolve()),
             dtype=config.dtype,
-            max_model_len=longest + config.max_new_tokens + k + 1,
+            max_model_len=min(max(longest, rendered) + 8, read_facts(verifier_dir).max_position_embeddings),
             max_num_seqs=4,
             kv_cache_gib=config.kv_cache_gib,
             speculative=speculation(served, k),
@@ -170,7 +172,6 @@ def _hidden_states(
     steps: Sequence[ProbedStep], draft: ServedDraft, verifier_dir: Path, config: ParityConfig, trust_remote_code: bool
 ) -> tuple[Outcome, str]:
     from speculators_core.states.hf import reference_states
-    from speculators_core.verifier.facts import read_facts
 
     last = {step.request_id: step for step in steps}  # the longest context of each
     chosen = dict(enumerate(list(last.values())[: config.states_rows]))

@@ -31,7 +31,8 @@ READY_S = 240
 def a_run(home: Path, url: str, records: Path, *overrides: str) -> Run:
     """The demo's recipe on a few rows, with a server of somebody else for everything."""
     remote = f"runtime={{url: '{url}', store: {{config: {{root: '{records}'}}}}}}"
-    sets = (remote, "data.max_rows=14", "data.evaluation_prompts=2", "data.max_length=400", *overrides)
+    sets = (remote, "data.max_rows=14", "data.evaluation_prompts=2", "data.max_length=400", "capture.parity_rows=2")
+    sets += overrides
     return Run(load_recipe(RECIPE, sets), home)
 
 
@@ -52,7 +53,7 @@ def url(place: tuple[Path, str, Path], runtime: Runtime, tmp_path_factory: pytes
     command = capture_command(a_run(home, address, records))
     assert command[0] == "python"
     log = tmp_path_factory.mktemp("log") / "server.log"
-    environment = child_environment() | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
+    environment = child_environment() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     del environment["PYTHONPATH"]
     with log.open("wb") as stream:
         server = subprocess.Popen(
