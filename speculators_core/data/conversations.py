@@ -84,7 +84,8 @@ class _Unusable(Exception):
 def read_conversations(sources: Sequence[str], dropped: Counter[str]) -> Iterator[Conversation]:
     """Yield usable conversations in the order of the sources; what is unusable is counted by cause in `dropped`.
 
-    Causes: invalid_json, not_an_object, no_messages, malformed_message, unknown_role, multimodal, invalid_tools.
+    Causes: invalid_json, invalid_text (bytes that are no UTF-8, lone surrogates), not_an_object, no_messages,
+    malformed_message, unknown_role, multimodal, invalid_tools.
 
     Raises:
         DataError: a source does not exist, is of an unknown kind, or holds no file.
@@ -127,10 +128,7 @@ def hub_identity(source: str) -> str:
 def normalise(record: object, *, origin: str = "") -> Conversation:
     """One record as a Conversation; raises _Unusable with a cause (see `read_conversations`)."""
     if isinstance(record, str):  # a line of a file, not parsed yet
-        try:
-            record = json.loads(record)
-        except json.JSONDecodeError:
-            raise _Unusable("invalid_json") from None
+        record = _parsed(record, "invalid_json")
     if not isinstance(record, Mapping):
         raise _Unusable("not_an_object")
     turns = next((record[key] for key in _TURN_KEYS if record.get(key)), None)
@@ -142,12 +140,17 @@ def normalise(record: object, *, origin: str = "") -> Conversation:
         messages.insert(0, {"role": "system", "content": system})
     shift = len(messages) - len(turns)
     identity = next((str(record[key]) for key in _ID_KEYS if record.get(key) not in (None, "")), None)
+    domain, tools = str(record.get("domain") or "all"), _tools(record.get("tools"))
+    try:
+        canonical([identity, domain, messages, tools]).encode()
+    except (UnicodeEncodeError, RecursionError):  # what cannot be written down again cannot be trained on
+        raise _Unusable("invalid_text") from None
     return Conversation(
         id=identity or content_id(messages),
-        domain=str(record.get("domain") or "all"),
+        domain=domain,
         messages=tuple(messages),
-        tools=_tools(record.get("tools")),
-        exact=tuple(_exact(turn, shift) for turn in record.get("turns") or ()),
+        tools=tools,
+        exact=tuple(_exact(turn, shift) for turn in _listed(record.get("turns"))),
         origin=origin,
     )
 
@@ -210,8 +213,24 @@ def _message(turn: object) -> Message:
     if role == "assistant" and reasoning is not None:
         message["reasoning_content"] = reasoning
     if role == "assistant" and turn.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(call) for call in turn["tool_calls"]]
+        message["tool_calls"] = [_tool_call(call) for call in _listed(turn["tool_calls"])]
     return message
+
+
+def _parsed(text: str, cause: str) -> object:
+    """JSON of a record; numbers of thousands of digits and endless nesting are as unusable as torn text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise _Unusable(cause) from None
+
+
+def _listed(value: object) -> Sequence[object]:
+    if not value:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise _Unusable("malformed_message")
+    return value
 
 
 def _text(content: object) -> str:
@@ -238,10 +257,7 @@ def _tool_call(call: object) -> Message:
         raise _Unusable("malformed_message")
     arguments = function.get("arguments")
     if isinstance(arguments, str) and arguments.strip():
-        try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError:
-            raise _Unusable("malformed_message") from None
+        arguments = _parsed(arguments, "malformed_message")
     normal: dict[str, Any] = {
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments if isinstance(arguments, Mapping) else {}},
@@ -251,10 +267,7 @@ def _tool_call(call: object) -> Message:
 
 def _tools(value: object) -> Sequence[Any] | None:
     if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError:
-            raise _Unusable("invalid_tools") from None
+        value = _parsed(value, "invalid_tools")
     if not value:
         return None
     if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
@@ -271,7 +284,7 @@ def _exact(turn: object, shift: int) -> ExactTurn:
             token_ids=tuple(int(token) for token in turn["token_ids"]),
             finish_reason=turn.get("finish_reason"),
         )
-    except (AssertionError, KeyError, TypeError, ValueError):
+    except (AssertionError, KeyError, TypeError, ValueError, OverflowError):
         raise _Unusable("malformed_message") from None
 
 
@@ -304,14 +317,15 @@ def source_files(source: str) -> list[Path]:
 
 def _file_records(file: Path) -> Iterator[tuple[str, object]]:
     if file.suffix == ".jsonl":
-        with file.open(encoding="utf-8", errors="replace") as stream:
+        # -sig: a byte order mark belongs to no record; escaped, so that a broken byte costs its own record only
+        with file.open(encoding="utf-8-sig", errors="surrogateescape") as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
                     yield f"{file.name}:{number}", line
         return
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{file} is not valid JSON: {error}", mend="mend it, or name it .jsonl if it holds lines"
         ) from error

@@ -76,3 +76,45 @@ def test_a_source_that_cannot_be_is_an_error_that_teaches(tmp_path: Path) -> Non
         with pytest.raises(DataError, match=words) as caught:
             list(read_conversations([str(tmp_path / source)], Counter()))
         assert caught.value.mend
+
+
+_LINE = b'{"conversations": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}'
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (_LINE.replace(b"hi", b"h\xff"), "invalid_text"),
+        (_LINE.replace(b"hi", b"h\\ud800"), "invalid_text"),
+        (_LINE.replace(b"hi", b"h\x00"), "invalid_json"),
+        (b"[" * 200_000, "invalid_json"),
+        (b'{"id": ' + b"9" * 6000 + b"}", "invalid_json"),
+        (_LINE[:-1] + b', "turns": 5}', "malformed_message"),
+        (
+            _LINE[:-1] + b', "turns": [{"message": Infinity, "prompt_token_ids": [], "token_ids": []}]}',
+            "malformed_message",
+        ),
+        (_LINE[:-1] + b', "tools": "' + b"[" * 200_000 + b'"}', "invalid_tools"),
+        (_LINE.replace(b'"yo"', b'"yo", "tool_calls": 5'), "malformed_message"),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, bytes) else value,
+)
+def test_a_hostile_line_costs_itself_and_nothing_else(tmp_path: Path, line: bytes, cause: str) -> None:
+    source, dropped = tmp_path / "source.jsonl", Counter[str]()
+    source.write_bytes(b"\n".join([_LINE, line, _LINE]))
+    assert len(list(read_conversations([str(source)], dropped))) == 2
+    assert dropped == {cause: 1}
+
+
+@pytest.mark.parametrize("name", ["source.json", "source.jsonl"])
+def test_a_byte_order_mark_costs_no_record(tmp_path: Path, name: str) -> None:
+    source, dropped = tmp_path / name, Counter[str]()
+    source.write_bytes(b"\xef\xbb\xbf" + _LINE)
+    assert len(list(read_conversations([str(source)], dropped))) == 1 and not dropped
+
+
+def test_a_json_file_beyond_reading_is_one_error(tmp_path: Path) -> None:
+    source = tmp_path / "source.json"
+    source.write_bytes(b"[" * 200_000)
+    with pytest.raises(DataError, match="not valid JSON"):
+        list(read_conversations([str(source)], Counter()))
