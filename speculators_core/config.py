@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ from speculators_core.training.config import TrainingConfig
 from speculators_core.types import StrictModel
 
 NAME = r"^[a-z0-9][a-z0-9-]*$"
+_MAX_NAME = 128  # it becomes part of file names
+_MAX_VALUES = 100_000  # a recipe has dozens; anchors can be nested so that a few lines stand for billions
 
 
 class VerifierConfig(StrictModel):
@@ -60,8 +63,12 @@ class ExportConfig(StrictModel):
 class Recipe(StrictModel):
     """A complete, named run configuration."""
 
-    name: str = Field(pattern=NAME, description="name of the recipe; results go to <home>/<name>/")
-    deployment: str = Field(pattern=NAME, description="what is served: one registered model for each deployment")
+    name: str = Field(
+        pattern=NAME, max_length=_MAX_NAME, description="name of the recipe; results go to <home>/<name>/"
+    )
+    deployment: str = Field(
+        pattern=NAME, max_length=_MAX_NAME, description="what is served: one registered model for each deployment"
+    )
     verifier: VerifierConfig
     runtime: Runtime = Field(
         default=Runtime(python=".venv-vllm/bin/python"), description="the vLLM to capture and to measure with"
@@ -111,10 +118,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     if not path.is_file():
         near = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         raise ConfigError(f"no recipe at {path}", mend=f"recipes there: {', '.join(near)}" if near else None)
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must be a mapping with the sections of a recipe")
     for override in overrides:
@@ -136,10 +140,73 @@ def apply_override(content: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"--set {override!r}: {parent!r} holds a value, not a section")
         node = child
+    node[last] = parse_yaml(text, where=f"--set {_shortened(override)}")
+
+
+def read_yaml(path: Path) -> Any:
+    """Content of a YAML file; ConfigError as `parse_yaml`, and where it cannot be read."""
     try:
-        node[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override!r}: the value is not YAML: {error}") from error
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}", mend="save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", mend="check the name and its rights") from error
+    return parse_yaml(text, where=str(path))
+
+
+def parse_yaml(text: str, *, where: str) -> Any:
+    """Plain values of a YAML text: what a hand or a merge tool got wrong is refused, not guessed at.
+
+    Raises:
+        ConfigError: not YAML, a key given twice, endless nesting or anchors, a number that is not finite or does not
+            fit 64 bits, a null character.
+    """
+    try:
+        content = yaml.load(text, _Loader)
+    except RecursionError:
+        raise ConfigError(f"{where} is not valid YAML: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, AttributeError) as error:  # PyYAML lets those of wrong dates and tags through
+        raise ConfigError(f"{where} is not valid YAML: {_shortened(str(error))}") from error
+    _check_plain(content, where)
+    return content
+
+
+class _Loader(yaml.SafeLoader):
+    """A SafeLoader to which a key that is given twice is an error: YAML says so, PyYAML keeps the last one."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if key.tag == "tag:yaml.org,2002:str" and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"`{key.value}` is given twice", key.start_mark)
+            seen.add(str(key.value))
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+def _check_plain(content: Any, where: str) -> None:
+    pending, seen = [content], 0
+    while pending:
+        value = pending.pop()
+        seen += 1
+        if seen > _MAX_VALUES:
+            raise ConfigError(
+                f"{where} stands for more than {_MAX_VALUES} values", mend="write out what its anchors (&, *) repeat"
+            )
+        if isinstance(value, dict):
+            pending += [*value, *value.values()]
+        elif isinstance(value, list | tuple | set):
+            pending += value
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{where} holds a number that is not finite: {value}")
+        elif isinstance(value, int) and abs(value) >= 2**63:
+            raise ConfigError(f"{where} holds a number that does not fit 64 bits: {value:.3e}")
+        elif isinstance(value, str) and "\0" in value:
+            raise ConfigError(f"{where} holds a null character in {_shortened(value)!r}")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:300]}…"
 
 
 Model = typing.TypeVar("Model", bound=BaseModel)

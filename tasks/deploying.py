@@ -12,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from prefect.automations import Automation
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
@@ -23,7 +22,7 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 from pydantic import Field
 
-from speculators_core.config import validate
+from speculators_core.config import read_yaml, validate
 from speculators_core.errors import ConfigError
 from speculators_core.types import StrictModel
 
@@ -72,10 +71,7 @@ class Difference(StrictModel):
 
 def read_site(path: Path) -> Site:
     """Read the site's file. ConfigError names what is wrong with it."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"no site can be read at {path}: {error}", mend="see deployments/site.yaml") from error
+    content = read_yaml(path)
     return validate(Site, content if isinstance(content, dict) else {}, where=str(path))
 
 

@@ -36,7 +36,17 @@ def test_every_shipped_recipe_loads_and_bears_its_file_name(path: Path) -> None:
         ("verifier=nothing", ["`verifier`"]),
         ("no-equals-sign", ["section.key=value"]),
         ("name.x=1", ["holds a value, not a section"]),
-        ("training={a: [}", ["not YAML"]),
+        ("training={a: [}", ["not valid YAML"]),
+        ("training.max_steps=2001-99-99", ["not valid YAML", "month"]),
+        ("draft_vocabulary=!!int many", ["not valid YAML"]),
+        ("draft_vocabulary=!!timestamp now", ["not valid YAML"]),
+        ("draft_vocabulary=99999999999999999999", ["64 bits"]),
+        ("gate.al_floor=.inf", ["not finite"]),
+        ("lifecycle.price_per_hour=.nan", ["not finite"]),
+        ('verifier.path="a\\0b"', ["null character"]),
+        ("training={epochs: 1, epochs: 2}", ["`epochs` is given twice"]),
+        (f"name={'a' * 300}", ["`name`", "128"]),
+        (f"data.template_kwargs={'[' * 3000}", ["nested too deeply"]),
     ],
 )
 def test_what_is_wrong_is_named_with_the_mend(override: str, words: list[str]) -> None:
@@ -76,3 +86,32 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
 def test_a_recipe_survives_json() -> None:
     recipe = load_recipe(DEMO)
     assert Recipe.model_validate_json(recipe.model_dump_json()).digest() == recipe.digest()
+
+
+def test_a_section_given_twice_is_an_error_and_not_the_last_one(tmp_path: Path) -> None:
+    recipe = tmp_path / "twice.yaml"
+    recipe.write_text(f"{DEMO.read_text()}\ntraining:\n  epochs: 9\n")
+    with pytest.raises(ConfigError, match="`training` is given twice"):
+        load_recipe(recipe)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        "&z {a: *z}",
+        "{a: &a [x,x,x,x,x,x,x,x], "
+        + ", ".join(
+            f"{name}: &{name} [{','.join([f'*{before}'] * 8)}]"
+            for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+        )
+        + "}",
+    ],
+    ids=["itself", "billions"],
+)
+def test_anchors_that_stand_for_endless_values_are_refused_before_they_are_written_out(
+    tmp_path: Path, kwargs: str
+) -> None:
+    recipe = tmp_path / "bomb.yaml"
+    recipe.write_text(DEMO.read_text().replace("data:\n", f"data:\n  template_kwargs: {kwargs}\n"))
+    with pytest.raises(ConfigError, match="more than 100000 values"):
+        load_recipe(recipe)
