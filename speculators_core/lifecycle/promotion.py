@@ -12,7 +12,6 @@ that the log does not know was made by somebody else's hand: `settle` follows it
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import time
@@ -21,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from speculators_core.errors import RegistryError
 from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG, cell_of
@@ -229,14 +228,28 @@ def settle(registry: AliasRegistry, model: str, *, pair: tuple[str, str] | None,
 
 
 def audit_log(home: Path, model: str) -> tuple[AuditEntry, ...]:
-    """Every entry of a model, oldest first; a line torn by a crash at the very end is left out."""
+    """Every entry of a model, oldest first; a line torn by a crash at the very end is left out.
+
+    Raises:
+        RegistryError: another line is none of ours. Left out, it could hide the move by which something else serves.
+    """
     path = _audit_path(home)
     if not path.exists():
         return ()
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
+    entries = []
     # what follows the last newline was never finished
-    entries = (AuditEntry.model_validate(json.loads(line)) for line in lines[:-1] if line)
-    return tuple(entry for entry in entries if entry.model == model)
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            entry = AuditEntry.model_validate_json(line) if line.strip() else None
+        except ValidationError as error:
+            raise RegistryError(
+                f"line {number} of the audit log {path} cannot be read: {error.errors()[0]['msg']}",
+                mend="put the line right from a backup, or delete it; what serves is what the last whole line says",
+            ) from error
+        if entry is not None and entry.model == model:
+            entries.append(entry)
+    return tuple(entries)
 
 
 def _served(entries: Sequence[AuditEntry]) -> str | None:

@@ -300,3 +300,14 @@ def test_a_clock_that_jumps_back_changes_no_order(registry, tmp_path, monkeypatc
     assert settle(registry, "chat", pair=PAIR, home=tmp_path).version == "2"
     rollback(registry, "chat", expected="2", who="t", why="w", home=tmp_path)
     assert [entry.to_version for entry in audit_log(tmp_path, "chat")] == ["1", "1", "2", "2", "1", "1"]
+
+
+@pytest.mark.parametrize("line", [b'{"torn', b"\xff\xfe", b"[]", b'{"model": "m"}'])
+def test_a_line_of_the_audit_log_that_is_none_of_ours_is_named_and_nothing_moves(registry, tmp_path, line):
+    move(registry, "1", None, tmp_path)
+    log = tmp_path / "promotions.jsonl"
+    log.write_bytes(line + b"\n" + log.read_bytes())
+    before = log.read_bytes()
+    with pytest.raises(RegistryError, match="line 1 of the audit log"):
+        move(registry, "2", "1", tmp_path)
+    assert registry.get_alias("chat", "champion") == "1" and log.read_bytes() == before
