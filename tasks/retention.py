@@ -9,11 +9,10 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
-from speculators_core.errors import ConfigError
+from speculators_core.errors import ConfigError, StoreError
 from speculators_core.lifecycle.matrix import cells
 from speculators_core.lifecycle.retention import Item, Plan, Root, plan_sweep
 from speculators_core.run import MADE_OF, MadeOf
@@ -41,6 +40,9 @@ class Pin(StrictModel):
     digest: str
     why: str
     when: str
+
+
+_PINS = TypeAdapter(tuple[Pin, ...])
 
 
 class Swept(StrictModel):
@@ -180,10 +182,19 @@ def unpin(reference: str) -> Pin:
 
 
 def read_pins(home: Path) -> tuple[Pin, ...]:
-    """Everything that is pinned."""
+    """Everything that is pinned.
+
+    Raises:
+        StoreError: the list cannot be read: nobody knows then what may be deleted.
+    """
     path = home / "pins.json"
-    content: list[Any] = json.loads(path.read_text()) if path.exists() else []
-    return tuple(Pin.model_validate(entry) for entry in content)
+    try:
+        return _PINS.validate_json(path.read_bytes()) if path.exists() else ()
+    except ValidationError as error:
+        raise StoreError(
+            f"the list of pinned artifacts {path} cannot be read: {error.errors()[0]['msg']}",
+            mend="put it right, or delete it and pin again what shall stay",
+        ) from error
 
 
 def resolve(store: Store, reference: str) -> ArtifactRef:
