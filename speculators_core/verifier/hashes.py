@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field, TypeAdapter, ValidationError
+
+from speculators_core.errors import StoreError
+from speculators_core.store.files import write_atomic
 from speculators_core.store.manifest import sha256_file
 
 log = logging.getLogger(__name__)
@@ -23,8 +27,11 @@ _THREADS = min(
 )  # hashing releases the interpreter's lock: one thread a core, or the disk's speed
 
 
+_SUMS = TypeAdapter(dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]])
+
+
 class HashCache:
-    """sha256 by a key that changes with the content; a lost or torn cache only costs time."""
+    """sha256 by a key that changes with the content; a cache that is lost, torn or not writable only costs time."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -32,8 +39,8 @@ class HashCache:
         self._new: dict[str, str] = {}
         if path and path.is_file():
             try:
-                self._known = dict(json.loads(path.read_text(encoding="utf-8")))
-            except (ValueError, TypeError):
+                self._known = _SUMS.validate_json(path.read_bytes(), strict=True)
+            except (ValidationError, OSError):
                 log.warning("ignoring the unreadable hash cache %s", path)
 
     @classmethod
@@ -66,15 +73,19 @@ class HashCache:
         self._known[key] = self._new[key] = digest
 
     def save(self) -> None:
-        """Merge what is new into the file, by rename; concurrent writers may lose an entry, never tear the file."""
+        """Merge what is new into the file, by rename; concurrent writers may lose an entry, never tear the file.
+
+        A disk that is full or read-only is logged and costs time later.
+        """
         if not self.path or not self._new:
             return
-        merged = {**HashCache(self.path)._known, **self._new}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".hash-cache.", suffix=".part", dir=self.path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(merged, stream, indent=0, sort_keys=True)
-        Path(name).replace(self.path)
+        content = json.dumps({**HashCache(self.path)._known, **self._new}, indent=0, sort_keys=True)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path, lambda part: part.write_text(content, encoding="utf-8"))
+        except (OSError, StoreError) as error:
+            log.warning("the hash cache %s is not written: %s", self.path, error)
+            return
         self._new = {}
 
 
