@@ -176,6 +176,17 @@ cli_gc.add_to(app)
 cli_stitch.add_to(app)
 
 
+def describe_os_error(error: OSError) -> DraftsmithError:
+    """An error of the operating system as one of ours: what, where, and how to mend it."""
+    from speculators_core.store.files import disk_full
+
+    where = str(error.filename or "")
+    return disk_full(error, where or "see above", "writing") or DraftsmithError(
+        f"{where}: {error.strerror or error}".removeprefix(": "),
+        mend="see that it exists, that you may read and write it, and that it answers; then run the command again",
+    )
+
+
 def main() -> None:
     """Run the command; errors of ours become one clear message and an exit status (2 recipe, 1 other, 130 signal)."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
@@ -192,6 +203,10 @@ def main() -> None:
     except DraftsmithError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except OSError as error:  # the disk's or the network's word, at a place that has no better one
+        print(f"error: {describe_os_error(error)}", file=sys.stderr)
+        logging.getLogger(__name__).debug("raised here", exc_info=error)
+        sys.exit(1)
     except Exception as error:
         if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "show"):
             error.show()

@@ -85,3 +85,11 @@ def test_the_state_root_is_where_it_was_asked_to_be(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "<|im_start|>" in done.stdout
     assert (tmp_path / "home" / "prefect").is_dir() and list((tmp_path / "home" / "store" / "dataset").iterdir())
+
+
+def test_a_state_root_that_cannot_be_one_is_a_message(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.write_text("a file")
+    found = draftsmith(home, "status", DEMO)
+    assert found.returncode == 1 and "Traceback" not in found.stderr
+    assert found.stderr.startswith(f"error: {home}") and "mend:" in found.stderr
