@@ -47,6 +47,9 @@ class Store:
         root: a local directory, or any fsspec URL such as s3://bucket/prefix.
         scratch: local directory for what can be lost: verification caches, downloads and, for a remote root,
             workspaces and locks.
+
+    Raises:
+        StoreError: the root is a file.
     """
 
     def __init__(self, root: str | Path, *, scratch: Path) -> None:
@@ -56,6 +59,11 @@ class Store:
         self._root = self._scratch / "remote" if self._remote else Path(text).expanduser().absolute()
         self._locks = (self._scratch if self._remote else self._root) / ".locks"
         self._uses = Uses(self._locks)
+        if self._root.exists() and not self._root.is_dir():
+            raise StoreError(
+                f"the store {self._root} is not a directory",
+                mend="point DRAFTSMITH_STORE at a directory or an fsspec URL",
+            )
 
     @property
     def root(self) -> str:
@@ -289,7 +297,7 @@ class Store:
         else:
             try:
                 content = Path(where).read_bytes()
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 content = None
         if content is None:
             return None

@@ -288,3 +288,20 @@ def test_single_flight_and_workspace_survive_a_killed_holder(tmp_path: Path):
         assert (store.workspace("states", KEY) / "shard-0").read_text() == "done"
     holder.wait()
     holder.stdout.close()
+
+
+def test_a_root_that_is_a_file_is_no_empty_store(tmp_path: Path):
+    (tmp_path / "store").write_text("a file")
+    with pytest.raises(StoreError, match="not a directory"):
+        Store(tmp_path / "store", scratch=tmp_path / "scratch")
+
+
+def test_a_directory_in_the_manifests_place_is_a_miss_and_is_replaced(tmp_path: Path):
+    store = Store(tmp_path / "store", scratch=tmp_path / "scratch")
+    publish(store)
+    manifest = tmp_path / "store" / "states" / KEY / "manifest.json"
+    manifest.unlink()
+    manifest.mkdir()
+    assert store.find("states", KEY) is None and list(store.artifacts()) == []
+    ref = publish(store)
+    assert store.find("states", KEY) == ref
