@@ -29,6 +29,10 @@ class RemoteRoot:
     def __init__(self, root: str) -> None:
         import fsspec
 
+        if not root.partition("://")[2].strip("/"):  # without its slashes it would pass for a local path
+            raise StoreError(
+                f"the store's address {root} names no bucket or directory", mend="write s3://BUCKET/PREFIX"
+            )
         self.url = root.rstrip("/")
         try:
             self._fs, self._path = fsspec.core.url_to_fs(self.url)

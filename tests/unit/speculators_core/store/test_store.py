@@ -305,3 +305,8 @@ def test_a_directory_in_the_manifests_place_is_a_miss_and_is_replaced(tmp_path: 
     assert store.find("states", KEY) is None and list(store.artifacts()) == []
     ref = publish(store)
     assert store.find("states", KEY) == ref
+
+
+def test_an_address_without_a_bucket_is_no_empty_store(tmp_path: Path):
+    with pytest.raises(StoreError, match="no bucket"):
+        Store("memory://", scratch=tmp_path)
