@@ -73,7 +73,8 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
             partial.replace(path)
             sync(path.parent)
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what forbade the writing forbids this too, and is told already
+            partial.unlink()
 
 
 def sync(path: Path) -> None:
