@@ -133,7 +133,7 @@ def _tensors(files: VerifierFiles, description: Description) -> dict[str, _Tenso
                     start, end = facts["data_offsets"]
                     kind = (str(facts["dtype"]), tuple(facts["shape"]))
                     found[name] = _Tensor(file, kind, 8 + size + start, end - start)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise VerifierError(f"{files.where}/{file} is torn or not safetensors", mend="copy it again") from error
     return found
 

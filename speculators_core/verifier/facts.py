@@ -258,7 +258,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise VerifierError(f"{path} is not valid JSON: {error}", mend="copy the verifier again") from error
     if not isinstance(value, dict):
         raise VerifierError(f"{path} holds no JSON object", mend="copy the verifier again")

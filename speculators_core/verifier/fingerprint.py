@@ -218,7 +218,7 @@ def _json(files: VerifierFiles, name: str) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(files.read(name))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         where = f"{files.where}/{name}"
         raise VerifierError(f"{where} is not valid JSON: {error}", mend="copy the verifier again") from error
     return value if isinstance(value, dict) else {"": value}

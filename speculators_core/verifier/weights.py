@@ -196,5 +196,5 @@ def parse_index(content: bytes, index: str) -> dict[str, str]:
     try:
         mapping = json.loads(content)["weight_map"]
         return {str(name): str(file) for name, file in mapping.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise VerifierError(f"{index} is not a safetensors index: {error}", mend="copy the verifier again") from error

@@ -1,0 +1,20 @@
+"""Files of a verifier that no parser gets to the end of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from speculators_core.errors import VerifierError
+from speculators_core.verifier.facts import read_config
+from speculators_core.verifier.weights import parse_index
+
+
+@pytest.mark.parametrize("content", [b"[" * 200_000, b'{"vocab_size": ' + b"9" * 6000 + b"}", b"\xff"])
+def test_json_beyond_reading_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(VerifierError, match=r"config\.json"):
+        read_config(tmp_path)
+    with pytest.raises(VerifierError, match="not a safetensors index"):
+        parse_index(content, "index")
