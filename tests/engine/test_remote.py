@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,21 +14,28 @@ from speculators_core import stages
 from speculators_core.config import load_recipe
 from speculators_core.engine.runtime import Runtime, probe_runtime
 from speculators_core.errors import CaptureError, ConfigError
+from speculators_core.processes import supervise
 from speculators_core.remote import capture_command, greet_servers
 from speculators_core.run import Run
 from speculators_core.states.sets import StateSet
 from tests.engine.loop import RECIPE
-from tests.environment import ROOT, child_environment
+from tests.environment import ROOT
 
 pytestmark = pytest.mark.engine
 
-READY_S = 240
+READY_S = 300
 
 
 def a_run(home: Path, url: str, records: Path, *overrides: str) -> Run:
     """The demo's recipe on a few rows, with a server of somebody else for everything."""
     remote = f"runtime={{url: '{url}', store: {{config: {{root: '{records}'}}}}}}"
-    sets = (remote, "data.max_rows=14", "data.evaluation_prompts=2", "data.max_length=400", "capture.parity_rows=2")
+    sets: tuple[str, ...] = (
+        remote,
+        "data.max_rows=14",
+        "data.evaluation_prompts=2",
+        "data.max_length=400",
+        "capture.parity_rows=2",
+    )
     sets += overrides
     return Run(load_recipe(RECIPE, sets), home)
 
@@ -53,21 +57,15 @@ def url(place: tuple[Path, str, Path], runtime: Runtime, tmp_path_factory: pytes
     command = capture_command(a_run(home, address, records))
     assert command[0] == "python"
     log = tmp_path_factory.mktemp("log") / "server.log"
-    environment = child_environment() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
-    del environment["PYTHONPATH"]
-    with log.open("wb") as stream:
-        server = subprocess.Popen(
-            [str(runtime.python), *command[1:]], env=environment, stdout=stream, stderr=stream, start_new_session=True
-        )
-    try:
+    environment = {"PYTHONPATH": None, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one import of vLLM in place of three
+    # supervised only so that it ends with this process, however that ends
+    with supervise([str(runtime.python), *command[1:]], name="by-hand", home=home, log=log, env=environment) as server:
         deadline = time.monotonic() + READY_S
         while not _healthy(address):
             assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
             time.sleep(0.3)
         yield address
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
 
 
 def _healthy(address: str) -> bool:
