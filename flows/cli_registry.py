@@ -14,6 +14,7 @@ from flows.cli_support import (
     JsonOption,
     SetOption,
     by_name,
+    model_of,
     prepare_environment,
     run_stages,
     show_model,
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 
 DEFAULT_RUNTIME = ".venv-vllm/bin/python"
 
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="registered model: a recipe's `deployment`")]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL|RECIPE", help="registered model (a recipe's `deployment`), or the recipe")
+]
 WhyOption = Annotated[str, typer.Option("--why", help="reason, for the audit log")]
 RuntimeOption = Annotated[str, typer.Option("--runtime", help="the vLLM that will serve: an interpreter, or a URL")]
 
@@ -93,7 +96,7 @@ def rollback(
     prepare_environment()
     from tasks.versions import rollback_model
 
-    moved = rollback_model(model, why=why, check=check)
+    moved = rollback_model(model_of(model), why=why, check=check)
     show_model(moved, as_json, describe(moved))
 
 
@@ -102,6 +105,7 @@ def history(model: ModelArgument, as_json: JsonOption = False) -> None:
     prepare_environment()
     from tasks.versions import history as read
 
+    model = model_of(model)
     found = read(model)
     if as_json:
         print(found.model_dump_json(indent=2))
@@ -147,6 +151,7 @@ def matrix(
     """Draft version × verifier × vLLM: proven, failed or untested. `--test VERSION --recipe RECIPE` fills a cell."""
     if (test is None) != (recipe is None):
         raise ConfigError("--test and --recipe go together", mend="name both the version and the recipe to test it by")
+    model = model_of(model)
     if test is not None and recipe is not None:
         results, run = run_stages(recipe, overrides, "prepare", as_json, show=False)
         from tasks.judging import measure_version

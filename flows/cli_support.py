@@ -77,6 +77,12 @@ class ProgressLine:
             )
 
 
+def model_of(target: str) -> str:
+    """The registered model that is meant: a recipe's deployment where a recipe file is named."""
+    path = Path(target)
+    return load(path, []).deployment if path.suffix in (".yaml", ".yml") else target
+
+
 def by_name(results: Sequence[StageResult], name: str) -> StageResult:
     """The result of one stage."""
     return next(r for r in results if r.name == name)

@@ -34,8 +34,8 @@ from speculators_core.summary import (
     VerifierSummary,
 )
 from speculators_core.types import ArtifactRef, StrictModel
-from tasks.adapters.aliases import MlflowAliases
 from tasks.adapters.registry import DraftRegistry, VersionFacts, draft_is_kept
+from tasks.adapters.registry_view import look
 from tasks.adapters.settings import settings
 from tasks.judging import judge_version, noted_decision, verifier_name
 from tasks.observe import flow_run_id, parent_run, tracking
@@ -282,19 +282,10 @@ def describe_status(recipe: Recipe) -> Status:
 
 def registered_versions(recipe: Recipe) -> list[tuple[str, dict[str, Any]]]:
     """Versions of the deployment's model with the tags one looks for; empty where MLflow has no store yet."""
-    database = settings().sqlite_file
-    if database is not None and not Path(database).exists():
-        return []
-    aliases = MlflowAliases(tracking(), actor="status")
-    names = aliases.aliases(recipe.deployment)
+    registry = look(settings(), recipe.deployment)
     found = []
-    for version in aliases.versions(recipe.deployment):
-        tags = aliases.tags(recipe.deployment, version)
-        held = [name for name, number in names.items() if number == version]
-        found.append(
-            (
-                version,
-                {"al": tags.get("al", "-"), "gate": tags.get(GATE_TAG, "-"), "aliases": ",".join(sorted(held)) or "-"},
-            )
-        )
+    for version in sorted(registry.tags, key=int):
+        tags = registry.tags[version]
+        held = ",".join(sorted(name for name, number in registry.aliases.items() if number == version))
+        found.append((version, {"al": tags.get("al", "-"), "gate": tags.get(GATE_TAG, "-"), "aliases": held or "-"}))
     return found

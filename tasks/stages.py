@@ -25,7 +25,8 @@ def preflight(recipe: Recipe, warm_start: WarmStart | None = None) -> StageResul
 @stage_task("prepare")
 def prepare(recipe: Recipe) -> StageResult:
     """Conversations become token rows with loss masks."""
-    return observed(recipe, "prepare", stages.prepare, files=("report.json",))
+    dataset = observed(recipe, "prepare", stages.prepare, files=("report.json",))
+    return stages.require_prompts(recipe, dataset)
 
 
 @stage_task("capture")

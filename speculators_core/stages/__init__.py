@@ -23,7 +23,7 @@ from speculators_core.stages.measuring import (
     read_evaluation,
     time_arms,
 )
-from speculators_core.stages.states import capture, prepare, regenerate
+from speculators_core.stages.states import capture, prepare, regenerate, require_prompts
 from speculators_core.stages.versions import VERSIONS
 
 ORDER = ("preflight", "prepare", "capture", "train", "export", "evaluate")
@@ -61,6 +61,7 @@ __all__ = [
     "prepare",
     "read_evaluation",
     "regenerate",
+    "require_prompts",
     "run_until",
     "time_arms",
     "train",

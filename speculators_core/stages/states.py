@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speculators_core.config import Recipe
 from speculators_core.data.conversations import read_conversations
 from speculators_core.data.rows import RowSet
+from speculators_core.errors import ConfigError
 from speculators_core.provenance import versions
 from speculators_core.run import Run, StageResult, produce, together
 from speculators_core.stages.versions import VERSIONS
@@ -94,6 +96,23 @@ def prepare(run: Run) -> StageResult:
 
     result = produce(run, "prepare", "dataset", key, inputs, build, settings=settings)
     return result if answered is None else together(result, (answered, result))
+
+
+def require_prompts(recipe: Recipe, dataset: StageResult) -> StageResult:
+    """The data set itself, where it holds back as many prompts as the gate asks for.
+
+    Raises:
+        ConfigError: fewer; training would end at a gate that nothing can pass.
+    """
+    held_back, needed = int(dataset.summary["splits"]["evaluation"]), recipe.gate.min_prompts
+    usable = min(held_back, recipe.evaluation.max_prompts)
+    if usable < needed:
+        raise ConfigError(
+            f"{held_back} prompts are held back and {usable} of them evaluated, but gate.min_prompts asks for {needed}",
+            mend="add conversations, raise data.evaluation_prompts and evaluation.max_prompts, or lower "
+            "gate.min_prompts",
+        )
+    return dataset
 
 
 def capture(run: Run, dataset: ArtifactRef) -> StageResult:

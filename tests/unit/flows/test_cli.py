@@ -48,6 +48,7 @@ def test_help_names_every_stage_and_imports_nothing_heavy() -> None:
         (("promote", "chat", "1", "--force"), 2, "--force needs a reason"),
         (("rollback", "chat"), 1, "there is no registry at"),
         (("matrix", "chat", "--test", "1"), 2, "go together"),
+        (("rollback", DEMO), 1, "there is no registry at"),  # the recipe's deployment, not a model of that name
         (("runtime", "flags", DEMO), 2, "names no server of somebody else"),
         (("plan", "nothing.yaml"), 2, "no recipe at nothing.yaml"),
         (("diff", "nobody here", "tests"), 1, "does not exist"),

@@ -14,8 +14,10 @@ def row(side: str, accepted: int, *, seed: int = 0) -> DraftRow:
     counts = tuple((40 + i % 7, accepted + i % 5) for i in range(200))
     return DraftRow.model_validate(
         {
-            "case": "eagle3", "side": side, "seed": seed, "optimizer": "adamw", "steps": 10, "tokens": 10_000, "peak_memory_mib": 100.0,
-            "tokens_per_s": 2000.0 if side == "ours" else 1000.0, "loss": 2.0, "eal": None, "al_validation": 1.5, "k": 3, "prompts": 200,
+            "case": "eagle3", "side": side, "seed": seed, "optimizer": "adamw", "steps": 10, "tokens": 10_000,
+            "peak_memory_mib": 100.0,
+            "tokens_per_s": 2000.0 if side == "ours" else 1000.0, "loss": 2.0, "eal": None,
+            "al_validation": 1.5, "k": 3, "prompts": 200,
             "al": 1 + sum(a for _, a in counts) / sum(d for d, _ in counts), "low": 1.4, "high": 1.6,
             "per_position": (0.4, 0.2, 0.1), "counts": counts,
         }
