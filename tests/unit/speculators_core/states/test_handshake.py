@@ -46,6 +46,7 @@ def test_the_command_carries_both_configurations_and_listens_where_it_is_reached
     after = dict(pairwise(command))
     assert command[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
     assert after["--port"] == port and ("0.0.0.0" in command) == everywhere
+    assert command.count("--host") == 1
     assert json.loads(after["--kv-transfer-config"]) == SPEC.kv_transfer
     assert json.loads(after["--speculative-config"]) == SPEC.speculative
     assert after["--shutdown-timeout"] == "30"
