@@ -90,6 +90,30 @@ class BlockKnobs(StrictModel):
         return layer_is_sliding and not self.sliding_window_non_causal
 
 
+class MaskedBlockKnobs(BlockKnobs):
+    """Blocks that are drafted from masks alone, all slots at once."""
+
+    train_mask_embedding: bool = Field(
+        default=True, description="the mask gets an embedding of the draft's own, which vLLM reads beside the weights"
+    )
+
+    @model_validator(mode="after")
+    def _is_served_as_trained(self) -> MaskedBlockKnobs:
+        if self.compat:
+            return self
+        if self.sample_from_anchor:
+            raise ValueError(
+                "sample_from_anchor is true, but vLLM drafts such blocks from masks alone: set it to false"
+            )
+        full = self.sliding_window is None or bool(self.full_attention_indices)
+        if full and not self.sliding_window_non_causal:
+            raise ValueError(
+                "a full-attention layer lets slots see each other both ways, but vLLM would then serve every layer "
+                "causally: set sliding_window_non_causal to true, or give all layers the sliding window"
+            )
+        return self
+
+
 def check_blocks(knobs: BlockKnobs, plan: DraftPlan) -> None:
     """ConfigError where the recipe's rows or tokens do not suit the blocks."""
     if knobs.block_size >= plan.row_tokens:

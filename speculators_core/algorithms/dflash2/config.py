@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from speculators_core.algorithms._blocks.aux_layers import chosen_layers
-from speculators_core.algorithms._blocks.block_knobs import BlockKnobs, check_blocks
+from speculators_core.algorithms._blocks.block_knobs import MaskedBlockKnobs, check_blocks
 from speculators_core.errors import ConfigError
 from speculators_core.types import DraftPlan
 
 
-class DFlash2Config(BlockKnobs):
+class DFlash2Config(MaskedBlockKnobs):
     """Blocks filled in at once with short convolutions along them, each token chosen by the one before."""
 
     kind: Literal["dflash2"] = Field(default="dflash2", description="name of the algorithm")
@@ -25,23 +25,6 @@ class DFlash2Config(BlockKnobs):
     selector_rank: int = Field(default=256, ge=1, description="rank of the transition score")
     selector_top_k: int = Field(default=16, ge=2, description="best tokens of a slot that the selector chooses among")
     selector_loss_alpha: float = Field(default=1.0, ge=0, description="weight of the selector's loss")
-    train_mask_embedding: bool = Field(
-        default=True, description="the mask gets an embedding of the draft's own, which vLLM reads beside the weights"
-    )
-
-    @model_validator(mode="after")
-    def _is_served_as_trained(self) -> DFlash2Config:
-        if self.compat:
-            return self
-        if self.sample_from_anchor:
-            raise ValueError("sample_from_anchor is true, but vLLM drafts DFlash2 from masks alone: set it to false")
-        full = self.sliding_window is None or bool(self.full_attention_indices)
-        if full and not self.sliding_window_non_causal:
-            raise ValueError(
-                "a full-attention layer lets slots see each other both ways, but vLLM would then serve every layer "
-                "causally: set sliding_window_non_causal to true, or give all layers the sliding window"
-            )
-        return self
 
 
 def aux_layers(config: DFlash2Config, num_hidden_layers: int) -> tuple[int, ...]:
