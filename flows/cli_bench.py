@@ -22,7 +22,7 @@ from flows.cli_support import (
 from speculators_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from speculators_core.bench.training import BenchSettings
+    from speculators_core.bench.setup import BenchSettings
     from speculators_core.evaluation.records import Measurement
     from speculators_core.run import Run, StageResult
 
@@ -157,7 +157,7 @@ def require_peer(peer: Path) -> None:
 
 def bench_settings(run: Run, states: StageResult, schedule: Literal["none", "linear"] = "none") -> BenchSettings:
     """What both trainers are told of a recipe."""
-    from speculators_core.bench.training import BenchSettings
+    from speculators_core.bench.setup import BenchSettings
 
     return BenchSettings(
         states=str(run.store.path(states.ref)),

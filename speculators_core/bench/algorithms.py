@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from speculators_core.bench.cases import case
-from speculators_core.bench.training import BenchSettings, Pair, packed_rows
+from speculators_core.bench.setup import BenchSettings, packed_rows
+from speculators_core.bench.training import Pair
 from speculators_core.data.rows import Prompt, RowSet
 from speculators_core.evaluation.statistics import acceptance_length, compare_paired, ratio_interval
 from speculators_core.types import StrictModel

@@ -8,7 +8,6 @@ both are measured by our own validation of the weights that each ended with.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -21,32 +20,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from speculators_core.bench.cases import case
-from speculators_core.build import algorithm_of, open_states, supervised_counts
+from speculators_core.bench.peer import prepare_peer
+from speculators_core.bench.setup import BenchSettings, batches_of, build_model, request_of, rows_of
+from speculators_core.build import algorithm_of
 from speculators_core.errors import TrainingError
 from speculators_core.training.callbacks.base import Callback
-from speculators_core.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig, ValidationConfig
 from speculators_core.training.request import TrainRequest
 from speculators_core.types import StrictModel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from speculators_core.training.loader import PackedRows, StateRow
+    from speculators_core.training.loader import PackedRows
     from speculators_core.training.trainer import StepReport, Trainer
 
 log = logging.getLogger(__name__)
-
-# what every case shares; the batches of all epochs come as one, so one epoch is told
-PEER_FLAGS = (
-    "--draft-attn-impl sdpa --loss-implementation eager --hidden-states-dtype bfloat16 --mask-token-id 0 "
-    "--weight-decay 0.01 --epochs 1 --checkpoint-freq 1 "
-    "--num-workers 1 --on-missing raise --log-freq 1000000"
-)
 
 
 class Side(StrictModel):
@@ -83,31 +76,6 @@ class BenchReport(StrictModel):
         return "\n".join([*lines, f"{'ours / peer':14}{ratios}"])
 
 
-class BenchSettings(StrictModel):
-    """What both sides are told."""
-
-    case: str = Field("eagle3", description="algorithm, by its name in bench.cases")
-    states: str = Field(description="directory of the hidden-state set")
-    verifier: str = Field(description="directory of the verifier")
-    draft_vocabulary: int = Field(8192, ge=1, description="D")
-    row_tokens: int = Field(1024, ge=2, description="tokens of a packed row")
-    steps: int = Field(60, ge=2, description="optimiser steps of a run")
-    warmup_steps: int = Field(20, ge=1, description="steps before the clock starts")
-    runs: int = Field(3, ge=1, description="runs of each side, alternating")
-    threads: int = Field(2, ge=1, description="torch threads")
-    optimizer: Literal["adamw", "muon"] = Field("adamw", description="of both sides; muon: with AdamW for the rest")
-    learning_rate: float = Field(1e-3, gt=0, description="peak rate")
-    schedule: Literal["none", "linear"] = Field(
-        "none", description="constant, or linear to zero after a warm-up of 1 %"
-    )
-    seed: int = Field(0, ge=0, description="of weights and order")
-
-    @property
-    def schedule_warmup(self) -> int:
-        """Steps over which the learning rate rises."""
-        return 0 if self.schedule == "none" else self.steps // 100
-
-
 class Measured(StrictModel):
     """One run of one side."""
 
@@ -135,10 +103,10 @@ class Pair:
             workspace: scratch for the peer's copy of the states, jobs and weights; kept.
         """
         workspace.mkdir(parents=True, exist_ok=True)
-        request = _request(settings, workspace / "ours")
-        rows = _rows(request)
-        batches = _batches(rows, request.training, settings.steps)
-        peer_job = _prepare_peer(settings, request, batches, workspace)
+        request = request_of(settings, workspace / "ours")
+        rows = rows_of(request)
+        batches = batches_of(rows, request.training, settings.steps)
+        peer_job = prepare_peer(settings, request, batches, workspace)
         our_job = workspace / "ours.json"
         told = {"settings": settings.model_dump(mode="json"), "output": str(workspace / "ours")}
         our_job.write_text(json.dumps(told))
@@ -199,135 +167,6 @@ def bench_training(
     )
 
 
-def packed_rows(settings: BenchSettings) -> PackedRows:
-    """The training rows as both sides see them."""
-    return _rows(_request(settings, Path()))
-
-
-def _request(settings: BenchSettings, output: Path) -> TrainRequest:
-    from speculators_core.states.sets import StateSet
-
-    training = TrainingConfig(
-        epochs=1000,
-        max_steps=settings.steps,
-        row_tokens=settings.row_tokens,
-        optimizer=OptimizerConfig(
-            kind=settings.optimizer,
-            learning_rate=settings.learning_rate,
-            betas=(0.9, 0.999),  # the peer's
-        ),
-        validation=ValidationConfig(walk_rows=None),
-        schedule=ScheduleConfig(kind=settings.schedule, warmup_steps=settings.schedule_warmup),
-        threads=settings.threads,
-        seed=settings.seed,
-    )
-    return TrainRequest(
-        states=settings.states,
-        verifier=settings.verifier,
-        algorithm={**case(settings.case).ours, "aux_layers": StateSet.open(Path(settings.states)).layer_ids[:-1]},
-        training=training,
-        draft_vocabulary_size=settings.draft_vocabulary,
-        output=str(output),
-    )
-
-
-def _rows(request: TrainRequest, split: str = "train") -> PackedRows:
-    import torch
-
-    from speculators_core.training.loader import PackedRows
-
-    algorithm, settings = algorithm_of(request.algorithm)
-    states = open_states(request, algorithm, settings)
-    objective = algorithm.objective(settings)
-    return PackedRows(states, objective, split, request.training.row_tokens, dtype=torch.bfloat16)
-
-
-def _batches(rows: PackedRows, config: TrainingConfig, steps: int) -> list[list[int]]:
-    batches: list[list[int]] = []
-    epoch = 0
-    while len(batches) < steps:
-        batches += [list(packed) for packed in rows.epoch_plan(config.seed, epoch).rows]
-        epoch += 1
-    return batches[:steps]
-
-
-def _model(request: TrainRequest) -> Any:
-    from speculators_core.data.vocabulary import select_draft_vocabulary
-    from speculators_core.verifier.facts import read_facts
-
-    algorithm, settings = algorithm_of(request.algorithm)
-    states = open_states(request, algorithm, settings)
-    size = read_facts(Path(request.verifier)).vocab_size
-    assert request.draft_vocabulary_size is not None
-    vocabulary = select_draft_vocabulary(supervised_counts(states, size), request.draft_vocabulary_size, size)
-    return algorithm.build(settings, Path(request.verifier), vocabulary, request.training.seed), vocabulary
-
-
-# ------------------------------------------------------------------------------------------------ the peer
-
-
-class _TrainFirst:
-    """A set's rows with the training split in front, as the peer expects them."""
-
-    def __init__(self, states: Any) -> None:
-        splits = states.splits
-        self._states = states
-        self._order = sorted(range(len(splits)), key=lambda position: splits[position] != "train")
-        self.splits = [splits[position] for position in self._order]
-
-    def row(self, position: int) -> StateRow:
-        row: StateRow = self._states.row(self._order[position])
-        return row
-
-
-def _prepare_peer(settings: BenchSettings, request: TrainRequest, batches: Sequence[Any], workspace: Path) -> Path:
-    """The peer's copy of the states, its vocabulary files and its job."""
-    import numpy
-
-    from speculators_core.states.peer import export_peer
-    from speculators_core.states.sets import StateSet
-
-    # beside the workspace, so that runs over the same states share the copy
-    data = workspace.parent / f"peer-data-{hashlib.sha256(settings.states.encode()).hexdigest()[:16]}"
-    states = StateSet.open(Path(settings.states))
-    if not (data / "dataset_info.json").is_file():
-        ordered: Any = _TrainFirst(states)
-        export_peer(ordered, data)
-    _, vocabulary = _model(request)
-    numpy.save(workspace / "d2t.npy", vocabulary.d2t.numpy())
-    numpy.save(workspace / "t2d.npy", vocabulary.t2d.numpy())
-    train_rows = states.splits.count("train")
-    values = {
-        "--verifier-name-or-path": settings.verifier,
-        "--data-path": data,
-        "--save-path": workspace / "peer-run",
-        "--d2t-path": workspace / "d2t.npy",
-        "--t2d-path": workspace / "t2d.npy",
-        "--draft-vocab-size": settings.draft_vocabulary,
-        "--total-seq-len": settings.row_tokens,
-        "--train-data-ratio": (train_rows + 0.5) / states.num_rows,
-        "--lr": settings.learning_rate,
-        "--seed": settings.seed,
-        "--optimizer": settings.optimizer,
-        "--scheduler-type": settings.schedule,
-    }
-    if settings.schedule != "none":
-        values |= {"--scheduler-warmup-steps": settings.schedule_warmup, "--scheduler-total-steps": settings.steps}
-    layers = [str(layer) for layer in states.layer_ids[:-1]]
-    arguments = [*case(settings.case).peer.split(), *PEER_FLAGS.split(), "--target-layer-ids", *layers]
-    arguments += [text for name, value in values.items() for text in (name, str(value))]
-    job = workspace / "peer.json"
-    told = {
-        "arguments": arguments,
-        "batches": batches,
-        "steps": settings.steps,
-        "weights": str(workspace / "peer-weights"),
-        "result": str(workspace / "peer-result.json"),
-    }
-    job.write_text(json.dumps(told))
-    return job
-
-
 def _run(command: Sequence[str], result: Path, settings: BenchSettings, timeout_s: float) -> dict[str, Any]:
     result.unlink(missing_ok=True)
     log_file = result.with_suffix(".log")
@@ -354,7 +193,7 @@ def _export_ours(request: TrainRequest, weights: Path, target: Path) -> Path:
     from speculators_core.training.weights import load_trained_tensors
 
     algorithm, settings = algorithm_of(request.algorithm)
-    model, _ = _model(request)
+    model, _ = build_model(request)
     load_trained_tensors(model, safetensors.torch.load_file(weights / "model.safetensors"))
     return write_draft(target, algorithm.export(settings, model, request.verifier), ModelCard(title="bench"))
 
@@ -368,10 +207,10 @@ def _side(runs: Sequence[Measured], request: TrainRequest, rows: PackedRows, wei
     from speculators_core.training.weights import load_trainable_parameters
 
     torch.set_num_threads(request.training.threads or 1)
-    model, _ = _model(request)
+    model, _ = build_model(request)
     load_trainable_parameters(model, safetensors.torch.load_file(weights))
     world = World(0, 1, torch.device("cpu"))
-    held_out = _rows(request, "validation")
+    held_out = rows_of(request, "validation")
     validator = Validator(held_out, rows.objective, request.training.validation, world)
     report = validator(model, torch.autocast("cpu", torch.bfloat16))
     return Side(
@@ -417,9 +256,9 @@ def _train_ours(job: dict[str, Any]) -> None:
     for name in (f"algorithms.{kind}.build", f"algorithms.{kind}.objective", "states.sets"):  # loaded lazily otherwise
         import_module(f"speculators_core.{name}")
     memory = PeakAnonymousMemory()
-    request = _request(settings, output)
-    model, _ = _model(request)
-    rows, times = _rows(request), _NoteTimes()
+    request = request_of(settings, output)
+    model, _ = build_model(request)
+    rows, times = rows_of(request), _NoteTimes()
     told = MetricsLog(output / "metrics.jsonl", request.training.log_every_steps)
     world = World(0, 1, torch.device("cpu"))
     Trainer(model, rows.objective, rows, request.training, world=world, output=output, callbacks=(told, times)).fit()

@@ -298,7 +298,8 @@ def test_failures_reach_the_parent_as_themselves(ask: Callable[..., TrainRequest
 @pytest.mark.trial
 def test_the_peer_trains_on_the_same_rows(states: Path, verifier: Path, tmp_path: Path) -> None:
     """`bench train --against-peer` end to end at a tiny size: both run, learn alike, and are measured."""
-    from speculators_core.bench.training import BenchSettings, bench_training
+    from speculators_core.bench.setup import BenchSettings
+    from speculators_core.bench.training import bench_training
 
     peer = ROOT / ".venv-peer" / "bin" / "python"
     if not peer.exists():

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from speculators_core.bench.anonymous_memory import PeakAnonymousMemory, anonymous_bytes
-from speculators_core.bench.training import BenchReport, BenchSettings, Side, _batches, _run
+from speculators_core.bench.setup import BenchSettings, batches_of
+from speculators_core.bench.training import BenchReport, Side, _run
 from speculators_core.errors import TrainingError
 from speculators_core.training.loader import PackedRows
 from tests.unit.speculators_core.training.toy import ToyObjective, config, make_states
@@ -40,7 +41,7 @@ def test_mapped_files_do_not_count(tmp_path: Path) -> None:
 def test_batches_run_over_epochs_in_the_trainers_own_order() -> None:
     rows = PackedRows(make_states(), ToyObjective(), "train", 32)
     epoch = len(rows.epoch_plan(0, 0).rows)
-    batches = _batches(rows, config(), epoch + 3)
+    batches = batches_of(rows, config(), epoch + 3)
     assert batches[:epoch] == [list(packed) for packed in rows.epoch_plan(0, 0).rows]
     assert batches[epoch:] == [list(packed) for packed in rows.epoch_plan(0, 1).rows[:3]]
 
