@@ -93,8 +93,13 @@ def _cpu_environment(spec: ServerSpec) -> Mapping[str, str]:
     # The engine's core runs the worker itself: one start of Python and one import of vLLM less, and every core may
     # compute (vLLM would bind a worker of its own to all cores but one, or two with a connector).
     # Threads sleep instead of spinning at barriers: where anything else runs, spinning costs 3 to 8 times the time.
-    return {
+    environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
     }
+    if spec.enforce_eager:
+        # vLLM compiles small functions of its samplers even so, at the first request that needs one: that takes a C++
+        # compiler, and without one the engine dies
+        environment["TORCH_COMPILE_DISABLE"] = "1"
+    return environment

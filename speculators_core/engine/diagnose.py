@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 _CHATTER = re.compile(r"^(?:\([^)]*pid=\d+\)\s*)?(?:DEBUG|INFO|WARNING)\b")
 _CODE = re.compile(r'^ {4}|^  File "')  # a traceback's source lines hold words that mean nothing
-_FAREWELL = re.compile(r"^nanobind: | - leaked | - \.\.\. skipped|resource_tracker|refleaks\.html|Route: /")
+_FAREWELL = re.compile(
+    r"^nanobind: | - leaked | - \.\.\. skipped|resource_tracker|refleaks\.html|Route: /|Dumping (?:input|scheduler)"
+)
 _PREFIX = re.compile(r"^\([^)]*pid=\d+\)\s*(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
 _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*")
 _CONSEQUENCE = re.compile(
@@ -50,6 +52,12 @@ CAUSES: tuple[Cause, ...] = (
         "install Debian's libnuma1",
     ),
     _cause(
+        "compiler",
+        r"No working C\+\+ compiler|InvalidCxxCompiler",
+        "torch compiles code at run time, and there is no C++ compiler",
+        "install Debian's g++, or serve with enforce_eager",
+    ),
+    _cause(
         "disk",
         r"No space left on device|Disk quota exceeded|errno 28",
         "the disk, or /dev/shm, is full",
@@ -86,7 +94,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     _cause(
         "remote_code",
-        r"trust_remote_code",
+        r"contains custom code|(?:pass|set).{0,40}trust_remote_code|`trust_remote_code=True`",
         "the model brings Python code of its own",
         "set trust_remote_code when you trust its author",
     ),

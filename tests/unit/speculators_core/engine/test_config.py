@@ -92,3 +92,8 @@ def test_threads_are_a_matter_of_cpus() -> None:
 def test_wrong_settings_are_refused(wrong: dict) -> None:
     with pytest.raises(ValidationError):
         ServerSpec(**wrong)
+
+
+def test_an_eager_server_on_a_cpu_never_needs_a_compiler() -> None:
+    assert build_environment(ServerSpec(model="m"), CPU)["TORCH_COMPILE_DISABLE"] == "1"
+    assert "TORCH_COMPILE_DISABLE" not in build_environment(ServerSpec(model="m", enforce_eager=False), CPU)

@@ -27,6 +27,15 @@ def core(line: str) -> str:
 
 # lines as torch, transformers and vLLM 0.32.0 print them
 RECORDED = {
+    "compiler": core("Dumping input data for V1 LLM engine (v0.32.0) with config: model='m', trust_remote_code=True, ")
+    + core(
+        "torch._inductor.exc.InductorError: InvalidCxxCompiler: No working C++ compiler found in "
+        "torch._inductor.config.cpp.cxx: (None, 'g++')"
+    ),
+    "remote_code": (
+        "ValueError: The repository /m contains custom code which must be executed to correctly load the model. "
+        "Please pass the argument `trust_remote_code=True` to allow custom code to be run.\n"
+    ),
     "torchvision": "RuntimeError: operator torchvision::nms does not exist\n",
     "port": "OSError: [Errno 98] Address already in use\n",
     "kv_cache": core(
