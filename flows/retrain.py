@@ -6,6 +6,7 @@ import time
 
 from speculators_core.config import Recipe
 from speculators_core.run import WarmStart
+from speculators_core.stages import require_prompts
 from speculators_core.summary import LoopSummary
 from tasks import stages
 from tasks.approval import approved
@@ -20,7 +21,7 @@ def retrain(recipe: Recipe, warm_start: WarmStart | None = None) -> LoopSummary:
     started = time.monotonic()
     start = warm_start or recipe_start(recipe)
     checked = stages.preflight(recipe, start)
-    dataset = stages.prepare(recipe)
+    dataset = require_prompts(recipe, stages.prepare(recipe))
     states = stages.capture(recipe, dataset.ref)
     training = stages.train(recipe, states.ref, start)
     draft = stages.export(recipe, training.ref)

@@ -25,8 +25,7 @@ def preflight(recipe: Recipe, warm_start: WarmStart | None = None) -> StageResul
 @stage_task("prepare")
 def prepare(recipe: Recipe) -> StageResult:
     """Conversations become token rows with loss masks."""
-    dataset = observed(recipe, "prepare", stages.prepare, files=("report.json",))
-    return stages.require_prompts(recipe, dataset)
+    return observed(recipe, "prepare", stages.prepare, files=("report.json",))
 
 
 @stage_task("capture")
