@@ -39,6 +39,24 @@ app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_runtime.app, name="runtime")
 
 
+def show_version(wanted: bool) -> None:
+    """Print what is installed, and stop."""
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"draftsmith {version('draftsmith')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="print the version and stop")
+    ] = False,
+) -> None:
+    """What every command takes before its name."""
+
+
 @app.command()
 def retrain(
     recipe: RecipeArgument,

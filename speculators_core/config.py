@@ -124,7 +124,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         apply_override(content, override)
     recipe = validate(Recipe, content, where=str(path))
-    recipe.algorithm_config()  # its knobs are checked now, not when training starts
+    try:
+        recipe.algorithm_config()  # its knobs are checked now, not when training starts
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.what}", mend=error.mend) from None
     return recipe
 
 
@@ -226,12 +229,48 @@ def describe(model: type[BaseModel], problem: Any) -> str:
     location = [part for part in problem["loc"] if isinstance(part, str)]
     dotted = ".".join(str(part) for part in problem["loc"])
     if problem["type"] != "extra_forbidden":
-        return f"`{dotted}`: {problem['msg'].removeprefix('Value error, ')}"
+        says = _SAYS.get(problem["type"])
+        if says is None:
+            return f"`{dotted}`: {problem['msg'].removeprefix('Value error, ')}"
+        given = "" if problem["type"] == "missing" else f", not {_shortened(json.dumps(problem['input'], default=str))}"
+        return f"`{dotted}` {says.format_map(problem.get('ctx', {}))}{given}{_meaning(model, problem['loc'])}"
     parent = section_of(model, location[:-1])
     names = sorted(parent.model_fields) if parent else []
     near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
     known = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(names)}"
     return f"`{dotted}` is not a key of a recipe here; {known}"
+
+
+_SAYS = {  # pydantic's kinds of error, in words of a recipe; {…} is pydantic's own context
+    "missing": "is missing",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be a text",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must match {pattern}",
+    "literal_error": "must be {expected}",
+    "tuple_type": "must be a list",
+    "too_short": "must have at least {min_length} entries",
+    "dict_type": "must be a section with keys of its own",
+    "model_type": "must be a section with keys of its own",
+}
+
+
+def _meaning(model: type[BaseModel], location: Sequence[str | int]) -> str:
+    """What the key is for, in brackets: its description."""
+    names = [part for part in location if isinstance(part, str)]
+    parent = section_of(model, names[:-1])
+    field = parent.model_fields.get(names[-1]) if parent and names else None
+    return f" ({field.description})" if field and field.description else ""
 
 
 def section_of(model: type[BaseModel], location: Sequence[str]) -> type[BaseModel] | None:

@@ -6,13 +6,12 @@ A line of JSON for each trained draft, written as soon as it is measured, so tha
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from speculators_core.bench.cases import case
 from speculators_core.bench.setup import BenchSettings, packed_rows
@@ -155,11 +154,16 @@ def compare_sides(rows: Sequence[DraftRow]) -> list[PairRow]:
 
 
 def read_rows(file: Path) -> list[DraftRow]:
-    """Rows of an earlier run; a line cut off by a kill is left out."""
+    """Rows of an earlier run; a line cut off by a kill, or of another make of this bench, is left out."""
     if not file.is_file():
         return []
-    whole = file.read_text().split("\n")[:-1]
-    return [DraftRow.model_validate(json.loads(line)) for line in whole if line]
+    rows = []
+    for number, line in enumerate(file.read_text().split("\n")[:-1], 1):
+        try:
+            rows.append(DraftRow.model_validate_json(line))
+        except ValidationError:
+            log.warning("line %d of %s is no row of this bench: what it measured is measured again", number, file)
+    return rows
 
 
 def table(rows: Sequence[DraftRow], pairs: Sequence[PairRow]) -> str:

@@ -125,8 +125,14 @@ def measure_ngram(conditions: Conditions, output: Path) -> Measurement:
 
     Raises:
         EngineError: the engine did not start, or died.
-        EvaluationError: prompts as in `measure_baseline`, or counters that are not this run's alone.
+        EvaluationError: the runtime is a server of somebody else, prompts as in `measure_baseline`, or counters that
+            are not this run's alone.
     """
+    if conditions.runtime.url is not None:
+        raise EvaluationError(
+            f"the server at {conditions.runtime.url} was not started with n-gram look-up by us",
+            mend="give `runtime` an interpreter to measure the training-free baseline",
+        )
     config, chosen = conditions.config, conditions.choose()
     k = config.k or NGRAM_TOKENS
     info = probe_runtime(conditions.runtime, home=conditions.home)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
+from speculators_core.engine.runtime import UNTESTED
 from speculators_core.types import StrictModel
 
 FINGERPRINT_TAG = "verifier.fingerprint"
@@ -48,7 +49,9 @@ class Cell(StrictModel):
 
     @property
     def state(self) -> State:
-        """proven, failed or untested."""
+        """proven, failed or untested; of a server that does not say what it is, no outcome proves anything."""
+        if self.pair.runtime_key.startswith(UNTESTED):
+            return "untested"
         return _STATES.get(self.outcome, "untested")
 
     @property

@@ -22,6 +22,7 @@ from typing import Literal, Protocol
 
 from pydantic import Field, ValidationError
 
+from speculators_core.engine.runtime import UNTESTED
 from speculators_core.errors import RegistryError
 from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG, cell_of
 from speculators_core.types import StrictModel
@@ -112,6 +113,8 @@ def may_serve(tags: Mapping[str, str], *, verifier_fingerprint: str, runtime_key
     cell = cell_of(tags, verifier_fingerprint=verifier_fingerprint, runtime_key=runtime_key)
     if cell.state == "proven":
         return True, "it passed the gate on this verifier and runtime"
+    if cell.pair.runtime_key.startswith(UNTESTED):
+        return False, "it is untested: the server does not say what it runs, so nothing measured there is a proof"
     if cell.outcome is not None:
         return False, f"the gate's outcome on this verifier and runtime is {cell.outcome}"
     for tag, wanted, thing in (

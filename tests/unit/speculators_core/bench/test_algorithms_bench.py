@@ -42,9 +42,9 @@ def test_pairs_are_of_one_seed_and_name_the_ratio() -> None:
     assert "ours / peer, seed 0" in table(rows, [pair])
 
 
-def test_a_torn_last_row_is_left_out(tmp_path: Path) -> None:
+def test_a_torn_last_row_and_rows_of_another_make_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     assert read_rows(file) == []
     text = row("ours", 30).model_dump_json()
-    file.write_text(text + "\n" + text[:40])
+    file.write_text('{"case": "eagle3"}\n' + text + "\n" + text[:40])
     assert read_rows(file) == [row("ours", 30)]

@@ -51,6 +51,12 @@ def test_only_a_proven_cell_may_serve_and_each_pair_has_its_own():
     assert states == ["proven", "failed", "untested", "untested"]
 
 
+def test_no_outcome_proves_anything_of_a_server_that_does_not_say_what_it_is():
+    silent = NEW.model_copy(update={"runtime_key": "untested:0.32.0"})
+    assert not may(TAGS | tagged(Cell(pair=silent, outcome="pass")), silent)
+    assert Cell(pair=silent, outcome="pass").state == "untested"
+
+
 def test_the_pairs_own_cell_outweighs_the_tag_that_anybody_may_edit():
     assert not may(TAGS | tagged(Cell(pair=OLD, outcome="fail")), OLD)
 
