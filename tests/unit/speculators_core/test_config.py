@@ -25,7 +25,10 @@ def test_every_shipped_recipe_loads_and_bears_its_file_name(path: Path) -> None:
         ("draft_vocabulery=1", ["`draft_vocabulery`", "did you mean `draft_vocabulary`"]),
         ("training.epoch=1", ["`training.epoch`", "did you mean `epochs`"]),
         ("training.optimizer.learning_rat=1", ["did you mean `learning_rate`"]),
-        ("training.epochs=none", ["`training.epochs` must be a whole number, not \"none\"", "passes over the training rows"]),
+        (
+            "training.epochs=none",
+            ['`training.epochs` must be a whole number, not "none"', "passes over the training rows"],
+        ),
         ("training.epochs=0", ["demo.yaml: `training.epochs` must be at least 1, not 0 (passes over"]),
         ("algorithm.kind=eagel3", ["eagel3", "eagle3"]),
         ("algorithm.ttt_step=4", ["demo.yaml", "`ttt_step`", "did you mean `ttt_steps`"]),
