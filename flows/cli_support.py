@@ -113,6 +113,8 @@ def show_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     from rich.table import Table
 
     table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(overflow="fold")  # a path or digest that is cut cannot be copied
     for label, value in rows:
         table.add_row(label, value)
     Console().print(table)
