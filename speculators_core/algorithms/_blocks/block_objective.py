@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from speculators_core.algorithms._blocks.chains import at_targets, by_row, count
 from speculators_core.losses.fused import UnrolledLoss, UnrolledTargets, Weigh, unrolled_loss
 from speculators_core.losses.terms import LossTerm
 from speculators_core.types import Aligned, Batch, Counted, Sample
+
+Draft = TypeVar("Draft", bound=torch.nn.Module)
 
 COMPAT_EPSILON = 1e-5
 ROUNDING = 8
@@ -271,7 +274,8 @@ def served_blocks(knobs: BlockKnobs, documents_T: Tensor, anchors_M: Tensor, k: 
     return Blocks(anchors_M, documents_T, k + knobs.first_slot, skip)
 
 
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The draft inside a data-parallel wrapper."""
-    inner: torch.nn.Module = getattr(model, "module", model)
+def unwrapped(model: torch.nn.Module, kind: type[Draft]) -> Draft:
+    """The draft inside a data-parallel wrapper, by its own type."""
+    inner = getattr(model, "module", model)
+    assert isinstance(inner, kind)
     return inner

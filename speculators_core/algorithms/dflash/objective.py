@@ -45,7 +45,7 @@ class DFlashObjective:
         Metrics: `loss`, `<term>_loss` where the loss has several terms, `full_acc`, `position_k_acc`, `eal`; without
         gradients, and not with `compat`, also `accept_rate`.
         """
-        draft, config = _draft(model), self.config
+        draft, config = unwrapped(model, DFlashDraft), self.config
         learned = learned_blocks(config, batch, skip=config.first_slot)
         if learned.count == 0:
             return StepResult(untouched(draft), {})
@@ -63,7 +63,7 @@ class DFlashObjective:
 
     def walk(self, model: nn.Module, aligned: Aligned, k: int) -> Sequence[int]:
         """Accepted drafts at each drafting point of the replies in one row, see `walk_chains`."""
-        draft, config = _draft(model), self.config
+        draft, config = unwrapped(model, DFlashDraft), self.config
 
         def states(row: Aligned, documents_T: Tensor, anchors_M: Tensor) -> Sequence[Tensor]:
             blocks = served_blocks(config, documents_T, anchors_M, k, skip=config.first_slot)
@@ -71,9 +71,3 @@ class DFlashObjective:
             return hidden_MSH.unbind(1)
 
         return walk_reply(aligned, k, states, draft.d2t, draft.lm_head.weight, config.loss_chunk)
-
-
-def _draft(model: nn.Module) -> DFlashDraft:
-    draft = unwrapped(model)
-    assert isinstance(draft, DFlashDraft)
-    return draft

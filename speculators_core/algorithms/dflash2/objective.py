@@ -57,7 +57,7 @@ class DFlash2Objective:
         candidates `unary_candidate_recall_at_K`, `unary_candidate_target_mass_at_K`, `teacher_forced_selector_acc`
         and `unary_top_K_oracle_accepted_length`.
         """
-        draft, config = _draft(model), self.config
+        draft, config = unwrapped(model, DFlash2Draft), self.config
         learned = learned_blocks(config, batch, skip=config.first_slot)
         if learned.count == 0:
             return StepResult(untouched(draft), {})
@@ -153,7 +153,7 @@ class DFlash2Objective:
 
         Until a rejection the token before each slot is the reply's, so the selector picks for all slots at once.
         """
-        draft, config = _draft(model), self.config
+        draft, config = unwrapped(model, DFlash2Draft), self.config
 
         def propose(row: Aligned, documents_T: Tensor, anchors_M: Tensor) -> Sequence[Tensor]:
             blocks = served_blocks(config, documents_T, anchors_M, k, skip=config.first_slot)
@@ -180,9 +180,3 @@ def _spread(values_N: Tensor, counted_SM: Tensor) -> Tensor:
     """Values of the links that count, back in their places [S, M]; zero elsewhere."""
     out = torch.zeros(counted_SM.shape, dtype=values_N.dtype, device=values_N.device)
     return out.masked_scatter(counted_SM, values_N)
-
-
-def _draft(model: nn.Module) -> DFlash2Draft:
-    draft = unwrapped(model)
-    assert isinstance(draft, DFlash2Draft)
-    return draft

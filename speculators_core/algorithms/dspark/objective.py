@@ -51,7 +51,7 @@ class DSparkObjective:
         Metrics: those of the blocks (`block_metrics`, `chance_metrics`), `loss`, `<term>_loss` where the loss has
         several terms, and of the confidence `confidence_loss`, `_abs_error`, `_pred_mean` and `_cumprod_bias`.
         """
-        draft, config = _draft(model), self.config
+        draft, config = unwrapped(model, DSparkDraft), self.config
         learned = learned_blocks(config, batch)
         if learned.count == 0:
             return StepResult(untouched(draft), {})
@@ -98,7 +98,7 @@ class DSparkObjective:
 
         Until a rejection the token before each slot is the reply's, so the correction is known for all slots at once.
         """
-        draft, config = _draft(model), self.config
+        draft, config = unwrapped(model, DSparkDraft), self.config
         head = draft.lm_head.weight if draft.tail is None else None
 
         def states(row: Aligned, documents_T: Tensor, anchors_M: Tensor) -> Sequence[Tensor]:
@@ -126,9 +126,3 @@ def _confidence_metrics(chance_SM: Tensor, alpha_SM: Tensor, counted_SM: Tensor)
         "confidence_pred_mean": total(chance_SM),
         "confidence_cumprod_bias": total(reached),
     }
-
-
-def _draft(model: nn.Module) -> DSparkDraft:
-    draft = unwrapped(model)
-    assert isinstance(draft, DSparkDraft)
-    return draft

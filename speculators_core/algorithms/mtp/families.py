@@ -7,7 +7,7 @@ Sources are files of vLLM 0.32 under `vllm/model_executor/models/`, and the clas
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -35,18 +35,18 @@ class Family:
 
     name: str
     model_types: tuple[str, ...]
-    architectures: tuple[str, ...]
-    config_type: str
     modeling: str
     prefix: str
     layer: str
     joints: Mapping[str, str]
-    hidden_first: bool
-    fed_normed: bool
-    recycles_normed: bool
-    blanks_first: bool
     source: str
-    rotary: str = field(default="RotaryEmbedding")
+    architectures: tuple[str, ...] = ()
+    config_type: str = ""
+    rotary: str = "RotaryEmbedding"
+    hidden_first: bool = False
+    fed_normed: bool = True
+    recycles_normed: bool = True
+    blanks_first: bool = True
 
     def part(self, suffix: str) -> type[nn.Module]:
         """The library's class of that suffix."""
@@ -74,53 +74,38 @@ _DEEPSEEK = {
     "final_layernorm": "model.layers.{depth}.shared_head.norm",
 }
 
+_QWEN3_5 = Family(
+    name="qwen3_5",
+    model_types=("qwen3_5_text", "qwen3_5"),
+    config_type="qwen3_5_text",
+    modeling="qwen3_5.modeling_qwen3_5",
+    prefix="Qwen3_5",
+    rotary="TextRotaryEmbedding",
+    layer="mtp.layers.0.",
+    joints=_QWEN,
+    blanks_first=False,
+    source="qwen3_5.py: Qwen3_5Model.forward; qwen3_5_mtp.py: Qwen3_5MultiTokenPredictor.forward",
+)
+
 FAMILIES: tuple[Family, ...] = (
     Family(
         name="qwen3_next",
         model_types=("qwen3_next",),
-        architectures=(),
-        config_type="",
         modeling="qwen3_next.modeling_qwen3_next",
         prefix="Qwen3Next",
         layer="mtp.layers.0.",
         joints=_QWEN,
-        hidden_first=False,
-        fed_normed=True,
-        recycles_normed=True,
         blanks_first=False,
         source="qwen3_next.py: Qwen3NextModel.forward; qwen3_next_mtp.py: Qwen3NextMultiTokenPredictor.forward",
     ),
-    Family(
-        name="qwen3_5",
-        model_types=("qwen3_5_text", "qwen3_5"),
-        architectures=(),
-        config_type="qwen3_5_text",
-        modeling="qwen3_5.modeling_qwen3_5",
-        prefix="Qwen3_5",
-        layer="mtp.layers.0.",
-        joints=_QWEN,
-        hidden_first=False,
-        fed_normed=True,
-        recycles_normed=True,
-        blanks_first=False,
-        source="qwen3_5.py: Qwen3_5Model.forward; qwen3_5_mtp.py: Qwen3_5MultiTokenPredictor.forward",
-        rotary="TextRotaryEmbedding",
-    ),
-    Family(
+    _QWEN3_5,
+    replace(
+        _QWEN3_5,
         name="qwen3_5_moe",
         model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
-        architectures=(),
         config_type="qwen3_5_moe_text",
         modeling="qwen3_5_moe.modeling_qwen3_5_moe",
         prefix="Qwen3_5Moe",
-        layer="mtp.layers.0.",
-        joints=_QWEN,
-        hidden_first=False,
-        fed_normed=True,
-        recycles_normed=True,
-        blanks_first=False,
-        source="qwen3_5.py: Qwen3_5Model.forward; qwen3_5_mtp.py: Qwen3_5MultiTokenPredictor.forward",
-        rotary="TextRotaryEmbedding",
     ),
     Family(
         name="mimo",
@@ -133,38 +118,25 @@ FAMILIES: tuple[Family, ...] = (
         joints={joint: f"model.mtp_layers.0.{joint}" for joint in JOINTS},
         hidden_first=True,
         fed_normed=False,  # MiMoModel.forward ends before its norm, which stands in compute_logits
-        recycles_normed=True,
-        blanks_first=True,
         source="mimo.py: MiMoModel.forward; mimo_mtp.py: MiMoMultiTokenPredictorLayer.forward",
     ),
     Family(
         name="glm4_moe",
         model_types=("glm4_moe",),
-        architectures=(),
-        config_type="",
         modeling="glm4_moe.modeling_glm4_moe",
         prefix="Glm4Moe",
         layer="model.layers.{depth}.",
         joints=_DEEPSEEK,
-        hidden_first=False,
-        fed_normed=True,
         recycles_normed=False,
-        blanks_first=True,
         source="glm4_moe.py: Glm4MoeModel.forward; glm4_moe_mtp.py: Glm4MoeMultiTokenPredictorLayer.forward",
     ),
     Family(
         name="deepseek_v3",
         model_types=("deepseek_v3",),
-        architectures=(),
-        config_type="",
         modeling="deepseek_v3.modeling_deepseek_v3",
         prefix="DeepseekV3",
         layer="model.layers.{depth}.",
         joints=_DEEPSEEK,
-        hidden_first=False,
-        fed_normed=True,
-        recycles_normed=True,
-        blanks_first=True,
         source="deepseek_v2.py: DeepseekV2Model.forward; deepseek_mtp.py: DeepSeekMultiTokenPredictorLayer.forward",
     ),
 )

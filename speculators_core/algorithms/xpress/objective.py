@@ -55,7 +55,7 @@ class XPressObjective:
         the first, `accept_rate`, `base_accept_rate`, `accuracy` against the text (against the verifier's best token
         where the vocabulary is reduced), and, when not `compat`, those of `block_metrics` of the first.
         """
-        draft, config = _draft(model), self.config
+        draft, config = unwrapped(model, XPressDraft), self.config
         learned = learned_blocks(config, batch)
         if learned.count == 0:
             return StepResult(untouched(draft), {})
@@ -182,7 +182,7 @@ class XPressObjective:
         A block is refined in `num_jacobi_passes` rounds from its own tokens, as it would be served; at most k of the
         tokens that it then holds are proposed.
         """
-        draft, config = _draft(model), self.config
+        draft, config = unwrapped(model, XPressDraft), self.config
 
         def propose(row: Aligned, documents_T: Tensor, anchors_M: Tensor) -> Sequence[Tensor]:
             blocks = Blocks(anchors_M, documents_T, config.block_size)
@@ -192,9 +192,3 @@ class XPressObjective:
             return final_MB.unbind(1)[config.first_slot :][:k]
 
         return walk_chains(aligned, k, propose)
-
-
-def _draft(model: nn.Module) -> XPressDraft:
-    draft = unwrapped(model)
-    assert isinstance(draft, XPressDraft)
-    return draft
