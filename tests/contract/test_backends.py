@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,30 @@ import pytest
 
 from hs_connectors import BACKENDS
 from hs_connectors.testing import BackendContract
+from tests.services import S3Server
 
-CONFIGS: dict[str, Callable[[Path], Mapping[str, Any]]] = {
-    "file": lambda tmp: {"root": str(tmp / "store")},
-    "memory": lambda tmp: {"space": str(tmp)},
+CONFIGS: dict[str, Callable[[str], Mapping[str, Any]]] = {
+    "file": lambda name: {"root": name},
+    "memory": lambda name: {"space": name},
+    "s3": lambda name: {"root": f"s3://artifacts{name}"},
+    "shm": lambda name: {"space": space_of(name), "max_bytes": 64 << 20},
 }
+SERVICES = {"s3": "s3_service"}
+
+
+def space_of(name: str) -> str:
+    return "test-" + name.replace("/", "-")[-59:]
 
 
 @pytest.fixture(params=sorted(BACKENDS))
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def backend(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    name = str(request.param)
+    if name in SERVICES:
+        service: S3Server = request.getfixturevalue(SERVICES[name])
+        for variable, value in service.environment.items():
+            monkeypatch.setenv(variable, value)
+    yield name
+    shutil.rmtree(f"/dev/shm/draftsmith-{space_of(str(tmp_path))}", ignore_errors=True)
 
 
 class TestRegisteredBackends(BackendContract):
@@ -28,7 +43,7 @@ class TestRegisteredBackends(BackendContract):
         self.backend_name = backend
 
     def make_config(self, tmp_path: Path) -> Mapping[str, Any]:
-        return CONFIGS[self.backend_name](tmp_path)
+        return CONFIGS[self.backend_name](str(tmp_path))
 
 
 def test_every_backend_is_covered() -> None:

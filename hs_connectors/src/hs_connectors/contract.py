@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hs_connectors.errors import SettingsError
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # keeps the settings importable where torch is not wanted
 CONNECTOR_NAME = "DraftsmithHiddenStates"
 SETTINGS_KEY = "draftsmith"
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,128}")
+Payload = bytes | bytearray | memoryview
+"""Bytes of a record; a backend that maps them hands out a view that outlives a delete."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +73,19 @@ class Handle:
         return cls(backend=value["backend"], key=value["key"])
 
 
+@dataclass(frozen=True)
+class Entry:
+    """What a store says of one key without reading its payload.
+
+    num_bytes of the payload, 0 for an error marker · modified_at: seconds since the epoch, by the store's clock.
+    """
+
+    key: str
+    kind: Literal["record", "error"]
+    num_bytes: int
+    modified_at: float
+
+
 class Backend(Protocol):
     """Moves payloads of bytes under keys; it knows nothing of what is inside them.
 
@@ -84,20 +99,27 @@ class Backend(Protocol):
         """Make the store ready for writing and clear what killed writers left; StorageError if it cannot."""
         ...
 
-    def publish(self, key: str, payload: bytes | bytearray | memoryview) -> None:
-        """Make a payload visible, whole or not at all; StorageError leaves nothing behind."""
+    def publish(self, key: str, payload: Payload) -> None:
+        """Make a payload visible, whole or not at all; StorageError leaves nothing behind.
+
+        A bounded store may wait a while for readers to make room: that is how it slows its writers.
+        """
         ...
 
     def fail(self, key: str, message: str) -> None:
         """Publish an error under the key, so that readers stop waiting. StorageError if even that fails."""
         ...
 
-    def fetch(self, key: str, timeout_s: float) -> bytes:
+    def fetch(self, key: str, timeout_s: float) -> Payload:
         """Wait for the payload. CaptureFailed on an error marker, RecordTimeout after `timeout_s`."""
         ...
 
     def discard(self, key: str) -> None:
         """Remove payload and error marker; silent when there is none."""
+        ...
+
+    def entries(self) -> Iterator[Entry]:
+        """Visible records and error markers, in any order; one key at most once, and none that is half written."""
         ...
 
     def announce(self, facts: Mapping[str, Any]) -> None:
@@ -211,9 +233,14 @@ def speculative_config(settings: CaptureSettings) -> dict[str, Any]:
     }
 
 
+def is_key(text: str) -> bool:
+    """Whether it is a key: no dots, no slashes, at most 128 characters."""
+    return _KEY.fullmatch(text) is not None
+
+
 def check_key(key: str) -> str:
-    """The key itself, when it is one; SettingsError otherwise (no dots, no slashes, at most 128 characters)."""
-    if _KEY.fullmatch(key) is None:
+    """The key itself, when it is one; SettingsError otherwise."""
+    if not is_key(key):
         raise SettingsError(f"not a record key: {key!r}", mend="keys are 1 to 128 of A-Z a-z 0-9 _ -; see safe_key()")
     return key
 

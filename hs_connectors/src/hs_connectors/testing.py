@@ -21,9 +21,17 @@ from typing import Any
 
 import torch
 
+from hs_connectors.codecs import CODECS
 from hs_connectors.contract import Handle, Reader, Record, Writer
-from hs_connectors.errors import CaptureFailed, RecordCorrupt, RecordNotFinite, RecordTimeout, SettingsError
-from hs_connectors.record import pack
+from hs_connectors.errors import (
+    CaptureFailed,
+    RecordCorrupt,
+    RecordError,
+    RecordNotFinite,
+    RecordTimeout,
+    SettingsError,
+)
+from hs_connectors.record import pack, unpack
 from hs_connectors.registry import open_backend, open_reader, open_writer
 
 HOSTILE_KEYS = ("", ".", "..", "../up", "/etc/passwd", "a/b", "a\\b", "a.error", "a\x00b", "x" * 129, "é", "a\n")
@@ -123,6 +131,54 @@ class BackendContract:
             torn[at] ^= 1
             backend.publish("key", torn)
             _expect(RecordCorrupt, reader, 1)
+
+    def test_a_payload_cut_short_is_seen(self, tmp_path: Path) -> None:
+        """Wherever it was cut."""
+        config = self.make_config(tmp_path)
+        backend, reader = open_backend(self.backend_name, config), open_reader(self.backend_name, config)
+        backend.prepare()
+        payload = pack(make_record())
+        for length in (0, 7, 40, len(payload) - 1):
+            backend.publish("key", payload[:length])
+            _expect(RecordError, reader, 1)
+
+    def test_every_codec_composes(self, tmp_path: Path) -> None:
+        """What a codec keeps, the store keeps; readers need not be told which it is."""
+        config = self.make_config(tmp_path)
+        reader = open_reader(self.backend_name, config)
+        for codec in CODECS:
+            record = unpack(pack(make_record(), codec))
+            handle = open_writer(self.backend_name, config, codec).put(codec, record)
+            assert_same(reader.get(handle, 1), record)
+
+    def test_a_record_outlives_its_deletion(self, tmp_path: Path) -> None:
+        """A reader may delete what it has, and write into it: nobody else sees that."""
+        writer, reader = self.open(tmp_path)
+        handle = writer.put("key", make_record(3000))
+        first, second = reader.get(handle, 1), reader.get(handle, 1)
+        first.hidden_states.zero_()
+        reader.delete(handle)
+        assert_same(second, make_record(3000))
+
+    def test_entries_are_what_is_visible(self, tmp_path: Path) -> None:
+        """Keys, kinds, sizes and times; nothing of what was deleted, and the announcement is none of them."""
+        config = self.make_config(tmp_path)
+        backend = open_backend(self.backend_name, config)
+        assert list(backend.entries()) == []
+        backend.prepare()
+        started = time.time()
+        backend.announce({"vllm": "1"})
+        for key, length in (("one", 10), ("two", 2000), ("gone", 5)):
+            backend.publish(key, b"x" * length)
+        backend.fail("failed", "why")
+        backend.discard("gone")
+        found = {entry.key: entry for entry in backend.entries()}
+        assert {key: (entry.kind, entry.num_bytes) for key, entry in found.items()} == {
+            "one": ("record", 10),
+            "two": ("record", 2000),
+            "failed": ("error", 0),
+        }
+        assert all(abs(entry.modified_at - started) < 30 for entry in found.values())
 
     def test_delete_is_idempotent(self, tmp_path: Path) -> None:
         """Records, error markers and nothing at all can be deleted, repeatedly."""

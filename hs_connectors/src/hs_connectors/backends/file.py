@@ -15,15 +15,16 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from hs_connectors.contract import check_key
+from hs_connectors.contract import Entry, Payload, check_key, is_key
 from hs_connectors.errors import CaptureFailed, RecordTimeout, SettingsError, StorageError
 
 log = logging.getLogger(__name__)
 _ENGINE = "engine.json"
+_RECORD, _ERROR = ".safetensors", ".error.json"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _YOUNG_S = 60.0
 """A `.part` younger than this may belong to a writer that has not locked it yet."""
@@ -32,7 +33,7 @@ _YOUNG_S = 60.0
 class FileBackend:
     """Publishes by temporary file, fsync and rename."""
 
-    name = "file"
+    name: ClassVar[str] = "file"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         unknown = set(config) - {"root", "fsync"}
@@ -51,16 +52,16 @@ class FileBackend:
         except OSError as error:
             raise self._refused("cannot be written", error) from error
 
-    def publish(self, key: str, payload: bytes | bytearray | memoryview) -> None:
+    def publish(self, key: str, payload: Payload) -> None:
         """Write beside, then rename into place."""
         try:
-            self._write(f"{check_key(key)}.safetensors", payload)
+            self._write(check_key(key) + _RECORD, payload)
         except OSError as error:
             raise self._refused(f"refused record {key} of {len(payload)} bytes", error) from error
 
     def fail(self, key: str, message: str) -> None:
         """Publish `<key>.error.json`; on a full disk an empty one, which needs no data block."""
-        name = f"{check_key(key)}.error.json"
+        name = check_key(key) + _ERROR
         marker = json.dumps({"error": message}).encode()
         for content in (marker, marker, b""):
             try:
@@ -71,9 +72,9 @@ class FileBackend:
                     raise self._refused(f"refused even the error marker of {key}", error) from error
                 time.sleep(_LONGEST_PAUSE_S)  # another writer's failed file may free a block meanwhile
 
-    def fetch(self, key: str, timeout_s: float) -> bytes:
+    def fetch(self, key: str, timeout_s: float) -> Payload:
         """Poll for the record or the marker, from every millisecond to every 50."""
-        record, marker = f"{check_key(key)}.safetensors", f"{key}.error.json"
+        record, marker = check_key(key) + _RECORD, key + _ERROR
         deadline, pause = time.monotonic() + timeout_s, _FIRST_PAUSE_S
         while True:
             payload = self._read(record)
@@ -81,7 +82,7 @@ class FileBackend:
                 return payload
             error = self._read(marker)
             if error is not None:
-                raise CaptureFailed(f"record {key} in {self._root}: {_message(error)}")
+                raise CaptureFailed(f"record {key} in {self._root}: {_message(bytes(error))}")
             left = deadline - time.monotonic()
             if left <= 0:
                 raise RecordTimeout(
@@ -94,10 +95,30 @@ class FileBackend:
     def discard(self, key: str) -> None:
         """Unlink the record and its marker."""
         try:
-            for name in (f"{check_key(key)}.safetensors", f"{key}.error.json"):
+            for name in (check_key(key) + _RECORD, key + _ERROR):
                 (self._root / name).unlink(missing_ok=True)
         except OSError as error:
             raise self._refused(f"refused to delete record {key}", error) from error
+
+    def entries(self) -> Iterator[Entry]:
+        """Records and markers among the directory's files."""
+        try:
+            names = sorted(os.listdir(self._root))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise self._refused("cannot be listed", error) from error
+        records = {name.removesuffix(_RECORD) for name in names if name.endswith(_RECORD)}
+        for name in names:
+            is_record = name.endswith(_RECORD)
+            key = name.removesuffix(_RECORD if is_record else _ERROR)
+            if not is_key(key) or key == name or (not is_record and key in records):
+                continue
+            try:
+                found = (self._root / name).lstat()
+            except FileNotFoundError:
+                continue  # deleted meanwhile
+            yield Entry(key, "record" if is_record else "error", found.st_size if is_record else 0, found.st_mtime)
 
     def announce(self, facts: Mapping[str, Any]) -> None:
         """Write `engine.json`."""
@@ -112,12 +133,12 @@ class FileBackend:
         if content is None:
             return None
         try:
-            facts: dict[str, Any] = json.loads(content)
+            facts: dict[str, Any] = json.loads(bytes(content))
         except ValueError as error:
             raise StorageError(f"{self._root / _ENGINE} is not JSON: {error}") from error
         return facts
 
-    def _write(self, name: str, content: bytes | bytearray | memoryview) -> None:
+    def _write(self, name: str, content: Payload) -> None:
         part = self._root / f".{name}.{secrets.token_hex(8)}.part"
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -137,15 +158,29 @@ class FileBackend:
         finally:
             os.close(descriptor)
 
-    def _read(self, name: str) -> bytes | None:
+    def _read(self, name: str) -> Payload | None:
+        """The file's content, or None where there is no such file."""
         try:
             descriptor = os.open(self._root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise self._refused(f"refused to read {name}", error) from error
-        with os.fdopen(descriptor, "rb") as file:
-            return file.read()
+        try:
+            return self._content(descriptor)
+        except OSError as error:
+            raise self._refused(f"refused to read {name}", error) from error
+        finally:
+            os.close(descriptor)
+
+    def _content(self, descriptor: int) -> Payload:
+        """Read whole into memory that may be written: tensors lie in it."""
+        content = bytearray(os.fstat(descriptor).st_size)
+        with os.fdopen(descriptor, "rb", buffering=0, closefd=False) as file:
+            rest = memoryview(content)
+            while rest and (count := file.readinto(rest)):
+                rest = rest[count:]
+        return content
 
     def _refused(self, what: str, error: OSError) -> StorageError:
         mend = {

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hs_connectors.contract import check_key
+from hs_connectors.contract import Entry, Payload, check_key
 from hs_connectors.errors import CaptureFailed, RecordTimeout, SettingsError
 
 
@@ -20,6 +21,7 @@ class _Space:
     changed: threading.Condition = field(default_factory=threading.Condition)
     payloads: dict[str, bytes] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
     facts: str | None = None
 
 
@@ -41,19 +43,21 @@ class MemoryBackend:
     def prepare(self) -> None:
         """Nothing to make ready."""
 
-    def publish(self, key: str, payload: bytes | bytearray | memoryview) -> None:
+    def publish(self, key: str, payload: Payload) -> None:
         """Keep a copy of the payload."""
         with self._space.changed:
             self._space.payloads[check_key(key)] = bytes(payload)
+            self._space.times[key] = time.time()
             self._space.changed.notify_all()
 
     def fail(self, key: str, message: str) -> None:
         """Keep the message."""
         with self._space.changed:
             self._space.errors[check_key(key)] = message
+            self._space.times[key] = time.time()
             self._space.changed.notify_all()
 
-    def fetch(self, key: str, timeout_s: float) -> bytes:
+    def fetch(self, key: str, timeout_s: float) -> Payload:
         """Wait for a payload or an error."""
         space = self._space
         with space.changed:
@@ -69,6 +73,15 @@ class MemoryBackend:
         with self._space.changed:
             self._space.payloads.pop(check_key(key), None)
             self._space.errors.pop(key, None)
+            self._space.times.pop(key, None)
+
+    def entries(self) -> Iterator[Entry]:
+        """What is kept just now."""
+        with self._space.changed:
+            space = self._space
+            found = [Entry(key, "record", len(payload), space.times[key]) for key, payload in space.payloads.items()]
+            found += [Entry(key, "error", 0, space.times[key]) for key in space.errors if key not in space.payloads]
+        return iter(found)
 
     def announce(self, facts: Mapping[str, Any]) -> None:
         """Keep the facts."""

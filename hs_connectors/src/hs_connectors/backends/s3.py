@@ -1,0 +1,222 @@
+"""Records as objects of any S3 server, through s3fs (the extra `s3`).
+
+Configuration: `root` (s3://BUCKET/PREFIX), `endpoint_url` (default: AWS's own, or AWS_ENDPOINT_URL), `part_mib` (size of
+the parts that large payloads travel in, several at once; default 16), `attempts` (tries of each request, with growing
+pauses; default 5). Credentials come from where every AWS client looks (AWS_ACCESS_KEY_ID, ~/.aws, …): what stands here
+can be read in the server's command line.
+    <key>.safetensors    the payload         <key>.record.json    its manifest, written last: {"bytes": n}
+    engine.json          what the engine is                       or, in place of a record, {"error": text}
+A payload without a manifest does not exist. Keys are written once: whoever writes one again while it is read may make
+its reader see a wrong checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+import s3fs
+from botocore.exceptions import BotoCoreError, ClientError
+
+from hs_connectors.contract import Entry, Payload, check_key, is_key
+from hs_connectors.errors import CaptureFailed, RecordTimeout, SettingsError, StorageError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_DATA, _MANIFEST, _ENGINE = ".safetensors", ".record.json", "engine.json"
+_OPTIONS = {"root", "endpoint_url", "part_mib", "attempts"}
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
+_ABANDONED_S = 3600.0
+"""Older payloads without a manifest, and older unfinished uploads, belong to nobody that lives."""
+_CONNECT_S, _READ_S = 5, 60
+
+
+class S3Backend:
+    """Publishes by put (in parts where it is large), then by a put of the manifest."""
+
+    name: ClassVar[str] = "s3"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._root = str(config.get("root", "")).rstrip("/")
+        if set(config) - _OPTIONS or not self._root.startswith("s3://") or not self._root.removeprefix("s3://"):
+            raise SettingsError(
+                f"the s3 backend takes root (s3://BUCKET/PREFIX), endpoint_url, part_mib and attempts, got "
+                f"{sorted(config)} with root {self._root!r}",
+                mend="credentials come from the environment: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            )
+        self._part_bytes = int(config.get("part_mib", 16)) << 20
+        attempts = int(config.get("attempts", 5))
+        if self._part_bytes < 5 << 20 or attempts < 1:
+            raise SettingsError("part_mib is at least 5 and attempts at least 1")
+        self._fs = s3fs.S3FileSystem(
+            endpoint_url=config.get("endpoint_url"),
+            use_listings_cache=False,
+            config_kwargs={
+                "retries": {"total_max_attempts": attempts, "mode": "standard"},
+                "connect_timeout": _CONNECT_S,
+                "read_timeout": _READ_S,
+                "request_checksum_calculation": "when_required",  # records carry their own
+                "response_checksum_validation": "when_required",
+            },
+        )
+        self._fs.retries = attempts
+
+    def prepare(self) -> None:
+        """Prove that the prefix can be written; remove what killed writers left more than an hour ago."""
+        probe = self._path(f".{secrets.token_hex(8)}.probe")
+        self._ask("cannot be written", lambda: self._fs.pipe_file(probe, b"x"))
+        self._ask("cannot be written", lambda: self._fs.rm_file(probe))
+        abandoned = time.time() - _ABANDONED_S
+        manifests, payloads = self._list()
+        orphans = [key for key in payloads.keys() - manifests.keys() if payloads[key][1] < abandoned]
+        for key in orphans:
+            self._remove(key + _DATA)
+        uploads = self._abort_uploads(abandoned)
+        if orphans or uploads:
+            log.info("removed leftovers of killed writers payloads=%d uploads=%d", len(orphans), uploads)
+
+    def publish(self, key: str, payload: Payload) -> None:
+        """Put the payload, then its manifest."""
+        what = f"refused record {check_key(key)} of {len(payload)} bytes"
+        body = payload if isinstance(payload, bytes | bytearray) else bytes(payload)
+        self._ask(what, lambda: self._fs.pipe_file(self._path(key + _DATA), body, chunksize=self._part_bytes))
+        self._put_manifest(key, {"bytes": len(body)}, what)
+
+    def fail(self, key: str, message: str) -> None:
+        """Publish a manifest that says why there is no record."""
+        self._put_manifest(check_key(key), {"error": message}, f"refused even the error marker of {key}")
+
+    def fetch(self, key: str, timeout_s: float) -> Payload:
+        """Poll for the manifest, from every 10 ms to every 250, then read the payload, large ones in parallel ranges."""
+        deadline, pause = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+        path = self._path(check_key(key))
+        while True:
+            manifest = self._read(key + _MANIFEST)
+            if manifest is not None:
+                facts = self._json(manifest, key + _MANIFEST)
+                if "error" in facts:
+                    raise CaptureFailed(f"record {key} in {self._root}: {facts['error']}")
+                num_bytes = facts.get("bytes")
+                if not isinstance(num_bytes, int) or num_bytes < 0:
+                    raise StorageError(f"{path + _MANIFEST} is no manifest: {facts!r}")
+                payload = self._ask(f"refused to read record {key}", partial(self._get, path + _DATA, num_bytes))
+                if payload is not None:
+                    return payload
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise RecordTimeout(
+                    f"record {key} did not appear in {self._root} within {timeout_s:g} s",
+                    mend="see the engine's log; is this the root that the server was started with?",
+                )
+            time.sleep(min(pause, left))
+            pause = min(pause * 2, _LONGEST_PAUSE_S)
+
+    def discard(self, key: str) -> None:
+        """Remove the manifest, then the payload."""
+        self._remove(check_key(key) + _MANIFEST)
+        self._remove(key + _DATA)
+
+    def entries(self) -> Iterator[Entry]:
+        """From one listing; times are those of the manifests."""
+        manifests, payloads = self._list()
+        for key, (_, modified_at) in manifests.items():
+            if key in payloads:
+                yield Entry(key, "record", payloads[key][0], modified_at)
+            else:
+                yield Entry(key, "error", 0, modified_at)
+
+    def announce(self, facts: Mapping[str, Any]) -> None:
+        """Put `engine.json`."""
+        content = json.dumps(facts, indent=2, sort_keys=True).encode()
+        self._ask(f"refused {_ENGINE}", lambda: self._fs.pipe_file(self._path(_ENGINE), content))
+
+    def announcement(self) -> dict[str, Any] | None:
+        """Read `engine.json`."""
+        content = self._read(_ENGINE)
+        return None if content is None else self._json(content, _ENGINE)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _put_manifest(self, key: str, facts: Mapping[str, Any], what: str) -> None:
+        content = json.dumps(facts).encode()
+        self._ask(what, lambda: self._fs.pipe_file(self._path(key + _MANIFEST), content))
+
+    def _get(self, path: str, num_bytes: int) -> Payload | None:
+        starts = range(0, num_bytes, self._part_bytes)
+        ends = [min(start + self._part_bytes, num_bytes) for start in starts]
+        try:
+            parts = self._fs.cat_ranges([path] * len(ends), list(starts), ends, max_gap=None, on_error="raise")
+        except FileNotFoundError:
+            return None  # deleted meanwhile
+        payload = bytearray(num_bytes)
+        for start, end, part in zip(starts, ends, parts, strict=True):
+            payload[start:end] = part
+        return payload
+
+    def _read(self, name: str) -> bytes | None:
+        def read() -> bytes | None:
+            try:
+                content: bytes = self._fs.cat_file(self._path(name), start=0, end=1 << 20)  # a range: no size is asked
+            except FileNotFoundError:
+                return None
+            return content
+
+        return self._ask(f"refused to read {name}", read)
+
+    def _json(self, content: bytes, name: str) -> dict[str, Any]:
+        try:
+            return dict(json.loads(content))
+        except (ValueError, TypeError) as error:
+            raise StorageError(f"{self._path(name)} is not a JSON object: {error}") from error
+
+    def _remove(self, name: str) -> None:
+        def remove() -> None:
+            try:
+                self._fs.rm_file(self._path(name))
+            except FileNotFoundError:
+                pass
+
+        self._ask(f"refused to delete {name}", remove)
+
+    def _list(self) -> tuple[dict[str, tuple[int, float]], dict[str, tuple[int, float]]]:
+        """(manifests, payloads) by key: size and time."""
+        found: dict[str, Any] = self._ask("cannot be listed", lambda: self._fs.find(self._root, detail=True)) or {}
+        manifests, payloads = {}, {}
+        for path, info in found.items():
+            name = path.rpartition("/")[2]
+            for suffix, target in ((_MANIFEST, manifests), (_DATA, payloads)):
+                if name.endswith(suffix) and is_key(name.removesuffix(suffix)):
+                    target[name.removesuffix(suffix)] = (int(info["size"]), info["LastModified"].timestamp())
+        return manifests, payloads
+
+    def _abort_uploads(self, before: float) -> int:
+        bucket, prefix, _ = self._fs.split_path(self._root)
+        found = self._ask(
+            "cannot list its unfinished uploads",
+            lambda: self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix),
+        )
+        abandoned = [
+            upload for upload in found.get("Uploads", []) if upload["Initiated"] < datetime.fromtimestamp(before, UTC)
+        ]
+        for upload in abandoned:
+            names = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+            abort = partial(self._fs.call_s3, "abort_multipart_upload", **names)
+            self._ask("refused to abort an unfinished upload", abort)
+        return len(abandoned)
+
+    def _ask(self, what: str, request: Callable[[], T]) -> T:
+        """The answer to a request; StorageError where the server refuses it, or does not answer after all attempts."""
+        try:
+            return request()
+        except (OSError, BotoCoreError, ClientError) as error:
+            raise StorageError(
+                f"the store {self._root} {what}: {error or type(error).__name__}",
+                mend="check bucket, credentials and endpoint_url; does the server answer, and has it room?",
+            ) from error
