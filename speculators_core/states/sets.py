@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,10 @@ class StateSet:
             loss_mask=shard.get_slice("loss_mask")[begin:end].bool(),
             hidden_states=shard.get_slice("hidden_states")[begin:end],
         )
+
+    def expecting(self, positions: Iterable[int]) -> AbstractContextManager[None]:
+        """Nothing: the kernel reads mapped files ahead by itself."""
+        return nullcontext()
 
     def rows(self) -> Iterator[StateRow]:
         """All rows in order."""

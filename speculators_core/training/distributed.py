@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
-from speculators_core.errors import ConfigError
+from speculators_core import errors
+from speculators_core.errors import ConfigError, DraftsmithError
 from speculators_core.types import Counted
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,47 @@ class World:
             json.loads(bytes(part[: int(length)].cpu().numpy())) for part, length in zip(parts, lengths, strict=True)
         ]
 
+    @contextmanager
+    def one_fate(self) -> Iterator[None]:
+        """Around work that each rank does by itself: an error of one is raised on all of them. A collective at its end.
+
+        Without it the others would wait in their next collective until the launcher ends them, and forget the cause.
+        """
+        if self.size == 1:
+            yield
+            return
+        mine: DraftsmithError | None = None
+        try:
+            yield
+        except DraftsmithError as error:
+            mine = error
+        if not self.sum(torch.tensor([mine is not None], dtype=torch.float64))[0]:
+            return
+        told = self.gather(None if mine is None else [type(mine).__name__, mine.what, mine.mend])
+        rank, (name, what, mend) = next((rank, cause) for rank, cause in enumerate(told) if cause is not None)
+        kind: type[DraftsmithError] = getattr(errors, name, DraftsmithError)
+        raise kind(f"rank {rank}: {what}", mend=mend) from mine
+
+    def together(self, parts: Generator[Part]) -> Iterator[Part]:
+        """The same parts, of which every rank has as many: where making one fails, it fails on all ranks."""
+        with closing(parts):
+            ended = False
+            while not ended:
+                with self.one_fate():
+                    ended, found = _next(parts)
+                yield from found
+
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.size > 1:
             distributed.barrier()
+
+
+def _next(parts: Iterator[Part]) -> tuple[bool, tuple[Part, ...]]:
+    """Whether there are no more, and the next one if there is."""
+    for part in parts:
+        return False, (part,)
+    return True, ()
 
 
 def choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:

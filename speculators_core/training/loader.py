@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -66,6 +67,10 @@ class States(Protocol):
         """The row at `position`."""
         ...
 
+    def expecting(self, positions: Iterable[int]) -> AbstractContextManager[None]:
+        """Entered around reading these rows, each once, in this order: a set that fetches may fetch them ahead."""
+        ...
+
 
 class SomeLayers:
     """A set of which only some layers are handed out: one capture serves every algorithm whose layers it holds."""
@@ -79,6 +84,10 @@ class SomeLayers:
         """The row with the chosen layers (a copy of them)."""
         row = self._states.row(position)
         return _Row(row.index, row.split, row.input_ids, row.loss_mask, row.hidden_states[:, self._places])
+
+    def expecting(self, positions: Iterable[int]) -> AbstractContextManager[None]:
+        """As the whole set's."""
+        return self._states.expecting(positions)
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,10 @@ class PackedRows:
         aligned = self.objective.align(_sample(row, self.capacity + self.shift))
         return replace(aligned, aux_TAH=aligned.aux_TAH.to(self.dtype), last_TH=aligned.last_TH.to(self.dtype))
 
+    def expecting(self, rows: Iterable[int]) -> AbstractContextManager[None]:
+        """Entered around reading these rows of the split, in this order."""
+        return self.states.expecting(self.positions[row] for row in rows)
+
     def batch(self, rows: Sequence[int]) -> Batch:
         """These rows of the split packed into one batch on the CPU."""
         return collate([self.aligned(row) for row in rows], self.capacity)
@@ -184,7 +197,7 @@ class StepLoader:
 
     def load(self, plan: Plan, step: int) -> StepBatches:
         """This rank's batches of step `step` of the epoch."""
-        of_step = plan.rows[step * self.per_step : (step + 1) * self.per_step]
+        of_step = self._of_step(plan, step)
         mine = of_step[self.rank :: self.world_size]
         fillers = -(-len(of_step) // self.world_size) - len(mine)
         batches = [self.rows.batch(rows) for rows in mine] + [self.rows.blank] * fillers
@@ -192,13 +205,21 @@ class StepLoader:
         supervised = tuple(bool(count.any()) for count in counts)
         return StepBatches(tuple(batches), supervised, mine, torch.stack(counts).sum(dim=0))
 
-    def steps(self, plan: Plan, start: int = 0) -> Iterator[StepBatches]:
+    def steps(self, plan: Plan, start: int = 0) -> Generator[StepBatches]:
         """Steps from `start` on, read ahead by a thread that ends with the iterator."""
         jobs = range(start, self.num_steps(plan))
-        return _ahead(lambda step: self.load(plan, step), jobs, self.prefetch)
+        order = (
+            row for step in jobs for rows in self._of_step(plan, step)[self.rank :: self.world_size] for row in rows
+        )
+        with self.rows.expecting(order):
+            yield from _ahead(lambda step: self.load(plan, step), jobs, self.prefetch)
+
+    def _of_step(self, plan: Plan, step: int) -> tuple[tuple[int, ...], ...]:
+        """The packed rows that all ranks share in a step."""
+        return plan.rows[step * self.per_step : (step + 1) * self.per_step]
 
 
-def _ahead(make: Callable[[int], StepBatches], jobs: Sequence[int], depth: int) -> Iterator[StepBatches]:
+def _ahead(make: Callable[[int], StepBatches], jobs: Sequence[int], depth: int) -> Generator[StepBatches]:
     """make(job) for each job, in order, computed up to `depth` ahead in a thread. An error surfaces at its place."""
     ready: queue.Queue[StepBatches | BaseException] = queue.Queue(depth)
     stopped = threading.Event()

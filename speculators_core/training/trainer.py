@@ -55,7 +55,8 @@ class Position:
 class StepReport:
     """What one optimiser step did, on this rank; `metrics` pool over ranks, the rest is the same on all of them.
 
-    tokens non-padding tokens of the step on all ranks · metrics["loss"] pools to the step's loss
+    tokens non-padding tokens of the step on all ranks · metrics["loss"] pools to the step's loss · waited_s what this
+    rank waited for its batches
     """
 
     step: int
@@ -63,6 +64,7 @@ class StepReport:
     learning_rate: float
     grad_norm: float
     metrics: dict[str, Counted] = field(default_factory=dict)
+    waited_s: float = 0.0
 
 
 class Trainer:
@@ -130,8 +132,10 @@ class Trainer:
 
     def _epoch(self) -> None:
         plan = self.rows.epoch_plan(self.config.seed, self.position.epoch)
-        for batches in self.loader.steps(plan, self.position.epoch_step):
-            report = self._step(batches)
+        asked = time.monotonic()
+        for batches in self.world.together(self.loader.steps(plan, self.position.epoch_step)):
+            waited = time.monotonic() - asked
+            report = replace(self._step(batches), waited_s=waited)
             now = self.position
             self.position = replace(
                 now, step=now.step + 1, epoch_step=now.epoch_step + 1, tokens=now.tokens + report.tokens
@@ -140,6 +144,7 @@ class Trainer:
                 callback.on_step(self, report)
             if self._is_over():
                 break
+            asked = time.monotonic()
         if self.position.epoch_step == self.loader.num_steps(plan):
             self.position = replace(self.position, epoch=self.position.epoch + 1, epoch_step=0)
             if not self._is_over():  # else `on_finish` follows at once

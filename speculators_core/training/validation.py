@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from speculators_core.training.config import ValidationConfig
 from speculators_core.training.distributed import World
-from speculators_core.training.loader import PackedRows, StepLoader
+from speculators_core.training.loader import PackedRows, StepBatches, StepLoader
 from speculators_core.training.packing import to_device
 from speculators_core.types import Aligned, Counted, Objective, StrictModel
 
@@ -65,12 +65,12 @@ class Validator:
 
     def _losses(self, model: nn.Module) -> dict[str, Counted]:
         if self._denominators is None:  # of the rows alone, so the same every time
-            mine = torch.stack([step.denominators for step in self.loader.steps(self.plan)]).sum(dim=0)
+            mine = torch.stack([step.denominators for step in self._steps()]).sum(dim=0)
             self._denominators = self.world.sum(mine).clamp_min(1.0)
         denominators = self._denominators.to(self.world.device)
         metrics: dict[str, Counted] = {}
         loss = 0.0
-        for step in self.loader.steps(self.plan):
+        for step in self._steps():
             for batch, supervised in zip(step.batches, step.supervised, strict=True):
                 if not supervised:
                     continue
@@ -81,16 +81,21 @@ class Validator:
         metrics["loss"] = Counted(loss, 1.0 / self.world.size)
         return metrics
 
+    def _steps(self) -> Iterator[StepBatches]:
+        return self.world.together(self.loader.steps(self.plan))
+
     def _walk(self, model: nn.Module) -> dict[str, Counted]:
         limit = self.config.walk_rows
         rows = range(len(self.rows.positions))[: limit if limit is not None else None]
+        mine = rows[self.world.rank :: self.world.size]
         k = self.config.walk_k
         accepted = [0] * (k + 1)  # how many drafting points accepted at least i proposals
-        for row in rows[self.world.rank :: self.world.size]:
-            aligned = _to_device(self.rows.aligned(row), self.world.device)
-            for count in self.objective.walk(model, aligned, k):
-                for at_least in range(int(count) + 1):
-                    accepted[at_least] += 1
+        with self.world.one_fate(), self.rows.expecting(mine):
+            for row in mine:
+                aligned = _to_device(self.rows.aligned(row), self.world.device)
+                for count in self.objective.walk(model, aligned, k):
+                    for at_least in range(int(count) + 1):
+                        accepted[at_least] += 1
         return {f"{i:02d}": Counted(float(n), float(accepted[0])) for i, n in enumerate(accepted)}
 
 

@@ -19,7 +19,8 @@ class MetricsLog(Callback):
     """Writes `kind: "train"` lines itself and lends `write` to others for theirs. Files only on the main rank.
 
     Fields of a train line: step, total_steps, epoch, tokens (so far, padding excluded), tokens_per_s (since the last
-    line), loss (mean over the steps since the last line), lr, grad_norm, eta_s, metrics {name: mean}.
+    line), wait_share (of that time: for batches, on the main rank), loss (mean over the steps since the last line), lr,
+    grad_norm, eta_s, metrics {name: mean}.
     """
 
     name = "metrics_log"
@@ -28,6 +29,7 @@ class MetricsLog(Callback):
         self.path = path
         self.every_steps = every_steps
         self._window: dict[str, Counted] = {}
+        self._waited = 0.0
         self._window_start = (0.0, 0, 0)
 
     def on_start(self, trainer: Trainer) -> None:
@@ -42,6 +44,7 @@ class MetricsLog(Callback):
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """Pool the step; write a line when due."""
+        self._waited += report.waited_s
         for name, value in report.metrics.items():
             self._window[name] = self._window.get(name, Counted(0.0, 0.0)) + value
         if report.step % self.every_steps and report.step != trainer.total_steps:
@@ -61,6 +64,7 @@ class MetricsLog(Callback):
                 "epoch": trainer.position.epoch,
                 "tokens": trainer.position.tokens,
                 "tokens_per_s": round((trainer.position.tokens - first_tokens) / seconds, 1),
+                "wait_share": round(self._waited / seconds, 4),
                 "loss": loss,
                 "lr": report.learning_rate,
                 "grad_norm": report.grad_norm,
@@ -68,7 +72,7 @@ class MetricsLog(Callback):
                 "metrics": {name: value.mean for name, value in pooled.items() if value.count},
             },
         )
-        self._window = {}
+        self._window, self._waited = {}, 0.0
         self._window_start = (time.monotonic(), trainer.position.step, trainer.position.tokens)
 
     def write(self, trainer: Trainer, line: dict[str, Any]) -> None:

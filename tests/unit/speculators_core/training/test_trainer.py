@@ -35,7 +35,7 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 
 def lines(output: Path) -> list[dict[str, object]]:
-    noisy = ("time", "tokens_per_s", "eta_s", "seconds")
+    noisy = ("time", "tokens_per_s", "wait_share", "eta_s", "seconds")
     return [{k: v for k, v in line.items() if k not in noisy} for line in read_metrics(output / "metrics.jsonl")]
 
 
