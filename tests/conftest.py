@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.services import S3Server, s3_server
+from tests.services import MooncakeServer, S3Server, mooncake_server, s3_server
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +23,10 @@ def s3_environment(s3_service: S3Server) -> Iterator[S3Server]:
         for name, value in s3_service.environment.items():
             patch.setenv(name, value)
         yield s3_service
+
+
+@pytest.fixture(scope="session")
+def mooncake_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServer]:
+    """A real mooncake_master with 512 MiB of memory lent to it."""
+    with mooncake_server(tmp_path_factory.mktemp("mooncake")) as server:
+        yield server

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from speculators_core.processes import SupervisedProcess, supervise
+from tests.environment import child_environment
 
 BINARIES = Path(sys.executable).parent
 WEED = shutil.which("weed", path=str(BINARIES)) or shutil.which("weed")
@@ -99,3 +101,55 @@ def make_bucket(server: S3Server) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
+
+
+@dataclass(frozen=True)
+class MooncakeServer:
+    """A mooncake_master and the process that lends it memory. `config`: of a backend, but for its space."""
+
+    config: dict[str, Any]
+    directory: Path
+    running: dict[str, SupervisedProcess]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {}
+
+    def start_master(self) -> None:
+        """Start it (again), on the same ports."""
+        from hs_connectors.backends.mooncake import master_command
+
+        ports = [int(self.config[name].rpartition(":")[2]) for name in ("master", "admin")]
+        self.running["master"] = self._supervise("master", master_command(*ports))
+        await_answer(f"http://{self.config['admin']}/metrics", self.running["master"], self.directory / "master.log")
+
+    def start_lender(self, segment_mib: int) -> None:
+        command = [sys.executable, "-m", "hs_connectors.backends.mooncake", "--master", self.config["master"]]
+        log = self.directory / "lender.log"
+        self.running["lender"] = self._supervise("lender", [*command, "--segment-mib", str(segment_mib)])
+        deadline = time.monotonic() + 60
+        while "lending" not in log.read_text(errors="replace"):
+            assert self.running["lender"].poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
+            time.sleep(0.1)
+
+    def _supervise(self, name: str, command: list[str]) -> SupervisedProcess:
+        home, log = self.directory / "home", self.directory / f"{name}.log"
+        return supervise(command, name=f"mooncake-{name}", home=home, log=log, env=child_environment())
+
+
+@contextmanager
+def mooncake_server(directory: Path, segment_mib: int = 512) -> Iterator[MooncakeServer]:
+    """Mooncake's own master and one lender of memory; skips the test where the package cannot be loaded."""
+    try:
+        import mooncake.store  # noqa: F401
+    except ImportError as error:
+        pytest.skip(f"no Mooncake: {error} (the extra `mooncake`, and Debian's libibverbs1 and librdmacm1)")
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("master", "admin")}
+    server = MooncakeServer({**addresses, "buffer_mib": 64}, directory, {})
+    try:
+        server.start_master()
+        server.start_lender(segment_mib)
+        yield server
+    finally:
+        for process in reversed(server.running.values()):
+            process.stop(grace_s=2)

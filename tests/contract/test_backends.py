@@ -11,15 +11,15 @@ import pytest
 
 from hs_connectors import BACKENDS
 from hs_connectors.testing import BackendContract
-from tests.services import S3Server
 
-CONFIGS: dict[str, Callable[[str], Mapping[str, Any]]] = {
-    "file": lambda name: {"root": name},
-    "memory": lambda name: {"space": name},
-    "s3": lambda name: {"root": f"s3://artifacts{name}"},
-    "shm": lambda name: {"space": space_of(name), "max_bytes": 64 << 20},
+CONFIGS: dict[str, Callable[[str, Any], Mapping[str, Any]]] = {
+    "file": lambda name, _: {"root": name},
+    "memory": lambda name, _: {"space": name},
+    "mooncake": lambda name, server: {**server.config, "space": space_of(name)},
+    "s3": lambda name, server: {"root": f"s3://{server.bucket}{name}"},
+    "shm": lambda name, _: {"space": space_of(name), "max_bytes": 64 << 20},
 }
-SERVICES = {"s3": "s3_service"}
+SERVICES = {"s3": "s3_service", "mooncake": "mooncake_service"}
 
 
 def space_of(name: str) -> str:
@@ -27,23 +27,26 @@ def space_of(name: str) -> str:
 
 
 @pytest.fixture(params=sorted(BACKENDS))
-def backend(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    name = str(request.param)
+def backend(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, Any]]:
+    """Its name, and the service that it needs."""
+    name, service = str(request.param), None
     if name in SERVICES:
-        service: S3Server = request.getfixturevalue(SERVICES[name])
+        service = request.getfixturevalue(SERVICES[name])
         for variable, value in service.environment.items():
             monkeypatch.setenv(variable, value)
-    yield name
+    yield name, service
     shutil.rmtree(f"/dev/shm/draftsmith-{space_of(str(tmp_path))}", ignore_errors=True)
 
 
 class TestRegisteredBackends(BackendContract):
     @pytest.fixture(autouse=True)
-    def _select(self, backend: str) -> None:
-        self.backend_name = backend
+    def _select(self, backend: tuple[str, Any]) -> None:
+        self.backend_name, self.service = backend
 
     def make_config(self, tmp_path: Path) -> Mapping[str, Any]:
-        return CONFIGS[self.backend_name](str(tmp_path))
+        return CONFIGS[self.backend_name](str(tmp_path), self.service)
 
 
 def test_every_backend_is_covered() -> None:

@@ -57,7 +57,7 @@ class Fp8:
     """
 
     def encode(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`hidden_states` float8_e4m3fn [T, K, H] and `scales` float32 [T, K, 1]; RecordNotFinite for NaN or infinity."""
+        """`hidden_states` float8_e4m3fn [T, K, H], `scales` float32 [T, K, 1]; RecordNotFinite for NaN or infinity."""
         states_TKH = hidden_states if hidden_states.dtype == torch.bfloat16 else hidden_states.float()
         largest_TK1 = states_TKH.abs().amax(-1, keepdim=True).float()
         if not bool(torch.isfinite(largest_TK1).all()):

@@ -31,6 +31,10 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
     {
         "file": BackendEntry("hs_connectors.backends.file:FileBackend", "nothing"),
         "memory": BackendEntry("hs_connectors.backends.memory:MemoryBackend", "nothing"),
+        "mooncake": BackendEntry(
+            "hs_connectors.backends.mooncake:MooncakeBackend",
+            "draftsmith-hs-connectors[mooncake], and Debian's libibverbs1 and librdmacm1",
+        ),
         "s3": BackendEntry("hs_connectors.backends.s3:S3Backend", "draftsmith-hs-connectors[s3]"),
         "shm": BackendEntry("hs_connectors.backends.shm:ShmBackend", "nothing"),
     }

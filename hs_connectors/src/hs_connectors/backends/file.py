@@ -103,7 +103,7 @@ class FileBackend:
     def entries(self) -> Iterator[Entry]:
         """Records and markers among the directory's files."""
         try:
-            names = sorted(os.listdir(self._root))
+            names = sorted(path.name for path in self._root.iterdir())
         except FileNotFoundError:
             return
         except OSError as error:

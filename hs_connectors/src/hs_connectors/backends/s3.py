@@ -1,9 +1,9 @@
 """Records as objects of any S3 server, through s3fs (the extra `s3`).
 
-Configuration: `root` (s3://BUCKET/PREFIX), `endpoint_url` (default: AWS's own, or AWS_ENDPOINT_URL), `part_mib` (size of
-the parts that large payloads travel in, several at once; default 16), `attempts` (tries of each request, with growing
-pauses; default 5). Credentials come from where every AWS client looks (AWS_ACCESS_KEY_ID, ~/.aws, …): what stands here
-can be read in the server's command line.
+Configuration: `root` (s3://BUCKET/PREFIX), `endpoint_url` (default: AWS's own, or AWS_ENDPOINT_URL), `part_mib` (size
+of the parts that large payloads travel in, several at once; default 16), `attempts` (tries of each request, with
+growing pauses; default 5). Credentials come from where every AWS client looks (AWS_ACCESS_KEY_ID, ~/.aws, …): what
+stands here can be read in the server's command line.
     <key>.safetensors    the payload         <key>.record.json    its manifest, written last: {"bytes": n}
     engine.json          what the engine is                       or, in place of a record, {"error": text}
 A payload without a manifest does not exist. Keys are written once: whoever writes one again while it is read may make
@@ -17,6 +17,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -93,7 +94,7 @@ class S3Backend:
         self._put_manifest(check_key(key), {"error": message}, f"refused even the error marker of {key}")
 
     def fetch(self, key: str, timeout_s: float) -> Payload:
-        """Poll for the manifest, from every 10 ms to every 250, then read the payload, large ones in parallel ranges."""
+        """Poll for the manifest, from every 10 ms to every 250; then read the payload, a large one in parallel."""
         deadline, pause = time.monotonic() + timeout_s, _FIRST_PAUSE_S
         path = self._path(check_key(key))
         while True:
@@ -178,10 +179,8 @@ class S3Backend:
 
     def _remove(self, name: str) -> None:
         def remove() -> None:
-            try:
+            with suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(name))
-            except FileNotFoundError:
-                pass
 
         self._ask(f"refused to delete {name}", remove)
 
