@@ -148,7 +148,25 @@ class EngineClient:
 
     def counters(self) -> SpecDecodeCounters:
         """Totals of speculative decoding since the server's start; zeros when it does not speculate."""
-        return read_spec_decode(self._send("GET", "/metrics").text)
+        return read_spec_decode(self.metrics())
+
+    def metrics(self) -> str:
+        """The server's Prometheus text."""
+        return self._send("GET", "/metrics").text
+
+    def greedy_gaps(self, token_ids: Sequence[int], start: int) -> list[float]:
+        """How far (nats) the model's best token lies above each token from index `start` on; 0.0 where it is the best.
+
+        The model reads the whole text at once, and no draft takes part.
+        """
+        body: Json = {"model": self.model_name(), "prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 1}
+        positions = self._json("POST", "/v1/completions", body)["choices"][0]["prompt_logprobs"]
+        found = zip(token_ids[start:], positions[start:], strict=True)
+        return [max(one["logprob"] for one in best.values()) - best[str(token)]["logprob"] for token, best in found]
+
+    def ask(self, request: GenerationRequest) -> Generation:
+        """Generate for one request, in the calling thread. RequestError, EngineTimeout or EngineError as above."""
+        return self._generate(request)
 
     def generate(
         self,

@@ -18,6 +18,7 @@ class ServerSpec(StrictModel):
     """One configuration of a vLLM server."""
 
     model: str = Field(description="verifier or draft: a local directory or a hub id")
+    names: tuple[str, ...] = Field((), description="what clients call it; none: `model`")
     dtype: str = Field("bfloat16", description="vLLM's --dtype")
     max_model_len: int | None = Field(None, ge=1, description="longest context in tokens; None: the model's own")
     max_num_seqs: int = Field(32, ge=1, description="sequences per step")
@@ -43,7 +44,7 @@ def build_arguments(spec: ServerSpec, port: int, *, host: str = "127.0.0.1") -> 
     """
     flags = [
         # named by us: a draft served alone is replaced by its verifier inside vLLM
-        *("--model", spec.model, "--served-model-name", spec.model),
+        *("--model", spec.model, "--served-model-name", *(spec.names or (spec.model,))),
         *("--host", host, "--port", str(port)),
         *("--dtype", spec.dtype, "--seed", str(spec.seed)),
         *("--max-num-seqs", str(spec.max_num_seqs)),

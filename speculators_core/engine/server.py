@@ -101,7 +101,8 @@ def _start(
             env=build_environment(spec, info),
         )
         try:
-            engine = Engine(f"http://127.0.0.1:{port}", spec.model, info, log, process)
+            name = spec.names[0] if spec.names else spec.model
+            engine = Engine(f"http://127.0.0.1:{port}", name, info, log, process)
             diagnosis = _await_ready(engine, started + startup_timeout_s, on_line)
             if diagnosis is None:
                 _log.info("%s is ready after %.1f s at %s", spec.model, time.monotonic() - started, engine.base_url)
