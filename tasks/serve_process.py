@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,10 +65,8 @@ class ServeProcess:
         """Let requests in flight end, then end it; for certain after the grace."""
         if self.process.poll() is None:
             os.kill(self.process.group, signal.SIGTERM)  # the command alone: its engine and proxy still have work
-            try:
+            with suppress(TimeoutError):
                 self.process.wait(grace_s)
-            except TimeoutError:
-                pass
         self.process.stop()
 
 

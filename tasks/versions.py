@@ -141,18 +141,21 @@ def promote_by_name(
     return describe_move(moved, tags, started)
 
 
-def rollback_model(model: str, *, why: str = "", check: bool = True) -> Moved:
+def rollback_model(
+    model: str, *, why: str = "", check: bool = True, version: str | None = None, who: str | None = None
+) -> Moved:
     """Undo the last move of the champion: the pair of verifier and draft that served before serves again.
 
     Args:
         check: see first that the draft's files are whole and its verifier lies unchanged where the pair has it.
 
+        version: only if this one still is the champion · who: for the audit log; None: whoever runs us.
     Raises:
         RegistryError: nothing to roll back to, files were changed, MLflow is away.
         VerifierError: the pair's verifier is gone or has changed.
     """
     started = time.monotonic()
-    aliases = open_aliases()
+    aliases = open_aliases(who)
     if not aliases.versions(model):
         raise no_such(aliases, model)
 
@@ -164,8 +167,8 @@ def rollback_model(model: str, *, why: str = "", check: bool = True) -> Moved:
     moved = move_back(
         aliases,
         model,
-        expected=aliases.get_alias(model, CHAMPION),
-        who=actor(),
+        expected=version or aliases.get_alias(model, CHAMPION),
+        who=who or actor(),
         why=why or "by hand",
         home=settings().home,
         check=look,

@@ -1,0 +1,183 @@
+"""The engines behind the proxy: which one takes the traffic, which stands by, which only finishes what it began."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from speculators_core.engine.runtime import Runtime, probe_runtime
+from speculators_core.errors import EngineError, EvaluationError
+from speculators_core.serving.config import ServeConfig
+from speculators_core.serving.decisions import fits_beside
+from speculators_core.serving.probe import probe, refusal
+from speculators_core.serving.proxy import SLOTS, Proxy
+from speculators_core.serving.traffic import read_traffic
+from speculators_core.serving.version import Replica, ServedVersion, start_replica
+
+log = logging.getLogger(__name__)
+
+_STEP_S = 0.1
+_HUNG_S = 60.0
+
+
+class Refused(EvaluationError):
+    """A started engine did not show what it must before it takes traffic."""
+
+
+class Fleet:
+    """At most three engines: live, standing by, and draining. Not thread-safe; everything ends with `stop`."""
+
+    def __init__(self, config: ServeConfig, runtime: Runtime, home: Path, directory: Path) -> None:
+        """Start the proxy, with no engine yet. Raises as `Proxy` does.
+
+        Args:
+            directory: the proxy's files · home: state root.
+        """
+        self._config, self._runtime, self._home, self._directory = config, runtime, home, directory
+        self.live: Replica | None = None
+        self.standby: Replica | None = None
+        self._draining: list[tuple[Replica, float]] = []
+        self._answered = time.monotonic()
+        self._proxy = self._start_proxy()
+
+    @property
+    def address(self) -> str:
+        """Base URL for clients."""
+        return self._proxy.address
+
+    def start(self, version: ServedVersion, *, speculate: bool = True) -> Replica:
+        """An engine of the version that has shown what it must; it has no traffic yet.
+
+        Raises:
+            Refused: it answers, but not as it must. EngineError: it does not start, or dies.
+        """
+        replica = start_replica(version, self._config.engine, self._runtime, self._home, speculate=speculate)
+        try:
+            found = probe(replica.client, self._config.probe)
+            log.info("version %s: %s", version.version, found)
+            reason = refusal(found, self._config.probe, speculates=speculate, registered_al=version.al)
+            if reason is not None:
+                raise Refused(reason)
+        except BaseException:
+            replica.stop()
+            raise
+        return replica
+
+    def has_room_for(self, version: ServedVersion) -> bool:
+        """Whether its engine can be up beside the one that serves."""
+        if self._config.engines != "auto":
+            return self._config.engines == "beside"
+        if probe_runtime(self._runtime, home=self._home).device != "cpu":
+            return False
+        kv_cache = int(self._config.engine.kv_cache_gib * 2**30)
+        return fits_beside(psutil.virtual_memory().available, version.weights_bytes(), kv_cache)
+
+    def let_in(self, replica: Replica) -> None:
+        """Send it all new requests. What served before stands by, drained; what stood by before is retired."""
+        if replica is self.standby:
+            self.standby = None
+        self.retire_standby()
+        if not replica.slot:
+            replica.slot = self._free_slot()
+        self._proxy.open(replica.slot, replica.engine.base_url)
+        self.standby, self.live = self.live, replica
+        if self.standby is not None:
+            self._proxy.drain(self.standby.slot)
+        self._answered = time.monotonic()
+        self.count()
+        replica.begun = replica.now
+
+    def retire_standby(self) -> None:
+        """Let what stands by finish what it began; `close_drained` ends it then."""
+        if self.standby is not None:
+            self._draining.append((self.standby, time.monotonic() + self._config.drain_timeout_s))
+        self.standby = None
+
+    def clear(self) -> None:
+        """End everything but the live engine, once it has finished what it began."""
+        self.retire_standby()
+        while self._draining:
+            self.close_drained()
+            time.sleep(_STEP_S)
+
+    def vacate(self) -> None:
+        """Drain and end the live engine, so that its memory is free; nothing answers from the first moment on."""
+        gone, self.live = self.live, None
+        if gone is not None:
+            self._proxy.drain(gone.slot)
+            self._draining.append((gone, time.monotonic() + self._config.drain_timeout_s))
+        self.clear()
+
+    def close_drained(self) -> None:
+        """End the engines that have finished what they began, and those whose time is over."""
+        for replica, deadline in tuple(self._draining):
+            if self._proxy.in_flight(replica.slot) == 0 or time.monotonic() > deadline:
+                self._draining.remove((replica, deadline))
+                self._end(replica)
+
+    def count(self) -> None:
+        """Read the live engine's counters; an engine that does not answer keeps its last ones."""
+        live = self.live
+        assert live is not None
+        try:
+            live.now = read_traffic(live.client.metrics(), self._proxy.counts(live.slot), live.now)
+        except EngineError as error:
+            log.warning("the counters could not be read: %s", error.what)
+
+    def dead(self) -> bool:
+        """Whether the live engine has ended, or has not answered for a minute; a proxy that ended is started anew."""
+        live = self.live
+        assert live is not None
+        if not self._proxy.alive():
+            log.error("HAProxy has ended; starting it again")
+            self._proxy = self._start_proxy()
+            for replica in self._replicas():
+                self._proxy.open(replica.slot, replica.engine.base_url)
+                if replica is not live:
+                    self._proxy.drain(replica.slot)
+            self.count()
+            live.begun = live.now  # its counts began anew
+        if live.healthy():
+            self._answered = time.monotonic()
+            return False
+        return not live.running() or time.monotonic() > self._answered + _HUNG_S
+
+    def bury(self) -> Replica:
+        """Take the dead live engine out; returns it."""
+        gone, self.live = self.live, None
+        assert gone is not None
+        self._end(gone)
+        return gone
+
+    def finish(self) -> None:
+        """Take no new request and let those in flight end, at most `drain_timeout_s`."""
+        self._proxy.refuse_clients()
+        self.vacate()
+
+    def stop(self) -> None:
+        """End everything, whatever is in flight."""
+        for replica in self._replicas():
+            replica.stop()
+        self._proxy.stop()
+
+    def _end(self, replica: Replica) -> None:
+        self._proxy.close(replica.slot)
+        replica.stop()
+
+    def _replicas(self) -> Iterator[Replica]:
+        yield from (one for one in (self.live, self.standby) if one is not None)
+        yield from (one for one, _ in self._draining)
+
+    def _free_slot(self) -> str:
+        while not (free := set(SLOTS) - {replica.slot for replica in self._replicas()}):
+            self.close_drained()
+            time.sleep(_STEP_S)
+        return min(free)
+
+    def _start_proxy(self) -> Proxy:
+        config = self._config
+        return Proxy(self._directory, self._home, config.host, config.port, request_timeout_s=config.request_timeout_s)

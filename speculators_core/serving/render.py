@@ -1,0 +1,148 @@
+"""A version as others start it: a command line, a compose service, a Kubernetes manifest.
+
+Paths inside a container are those outside: a draft names its verifier by path, and both are mounted where they lie.
+What is rendered pins a version; it does not follow the alias.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from speculators_core.engine.config import build_arguments
+from speculators_core.errors import ConfigError
+from speculators_core.evaluation.served import SPECULATION, served_directory
+from speculators_core.serving.config import ServeConfig
+from speculators_core.serving.version import ServedVersion, server_spec
+
+Form = Literal["command", "compose", "kubernetes"]
+
+_INSIDE = 8000
+
+
+def settled_directory(version: ServedVersion, directory: Path) -> Path:
+    """The draft as an engine is given it, in a place that stays: hard links and a config.json with the verifier's path.
+
+    Raises: ConfigError where such a draft is stitched into its verifier, which is a directory of its own to make.
+    """
+    with served_directory(version.draft, version.verifier, directory) as served:
+        if served == version.draft:
+            return served
+        if (served / SPECULATION).is_file():
+            raise ConfigError(
+                "such a draft is served inside its verifier, which no command line does",
+                mend="make that model with `draftsmith stitch`, and serve its directory",
+            )
+        target = directory / f"{version.model}-{version.version}"
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        for path in served.iterdir():
+            if path.is_symlink():
+                os.link(path.resolve(), target / path.name)
+            else:
+                shutil.copy2(path, target / path.name)
+    return target
+
+
+def render(form: Form, version: ServedVersion, config: ServeConfig, model: Path, *, python: str, vllm: str) -> str:
+    """The version in one of the forms.
+
+    Args:
+        model: the draft's directory as `settled_directory` gives it.
+        python: interpreter of the runtime, for the command · vllm: its version, for the image.
+    """
+    spec = server_spec(version, config.engine, model)
+    if form == "command":
+        return shlex.join([python, *build_arguments(spec, config.port, host=config.host)]) + "\n"
+    # `python -m vllm…` is what the image's own command runs
+    arguments = ["python3", *build_arguments(spec, _INSIDE, host="0.0.0.0")]
+    image = f"vllm/vllm-openai:v{vllm.partition('+')[0]}"
+    mounted = sorted({str(version.verifier), spec.model})
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    document = (
+        _compose(version, config, image, arguments, mounted, offline)
+        if form == "compose"
+        else _kubernetes(version, image, arguments, mounted, offline)
+    )
+    head = f"# {version.model} version {version.version}: verifier {version.verifier_fingerprint[:12]}, vLLM {vllm}\n"
+    return head + yaml.safe_dump_all(document, sort_keys=False, width=1000)
+
+
+def _compose(
+    version: ServedVersion,
+    config: ServeConfig,
+    image: str,
+    arguments: list[str],
+    mounted: list[str],
+    env: dict[str, str],
+) -> list[dict[str, Any]]:
+    service = {
+        "image": image,
+        "entrypoint": arguments,
+        "environment": env,
+        "volumes": [f"{path}:{path}:ro" for path in mounted],
+        "ports": [f"{config.host}:{config.port}:{_INSIDE}"],
+        "ipc": "host",
+        "stop_grace_period": f"{config.drain_timeout_s:g}s",
+        "healthcheck": {"test": ["CMD", "curl", "-fs", f"http://127.0.0.1:{_INSIDE}/health"], "start_period": "600s"},
+        "labels": _labels(version),
+        "restart": "unless-stopped",
+        "deploy": {"resources": {"reservations": {"devices": [{"capabilities": ["gpu"], "count": 1}]}}},
+    }
+    return [{"services": {version.model: service}}]
+
+
+def _kubernetes(
+    version: ServedVersion, image: str, arguments: list[str], mounted: list[str], env: dict[str, str]
+) -> list[dict[str, Any]]:
+    name, labels = version.model, {"app": version.model}
+    probe = {"httpGet": {"path": "/health", "port": _INSIDE}, "periodSeconds": 5}
+    container = {
+        "name": "vllm",
+        "image": image,
+        "command": arguments,
+        "env": [{"name": key, "value": value} for key, value in env.items()],
+        "ports": [{"containerPort": _INSIDE}],
+        "readinessProbe": probe,
+        "startupProbe": {**probe, "failureThreshold": 120},
+        "resources": {"limits": {"nvidia.com/gpu": 1}},
+        "volumeMounts": [{"name": f"model-{n}", "mountPath": path, "readOnly": True} for n, path in enumerate(mounted)],
+    }
+    pod = {
+        "containers": [container],
+        # a claim with the same content does as well: the paths are what counts
+        "volumes": [
+            {"name": f"model-{n}", "hostPath": {"path": path, "type": "Directory"}} for n, path in enumerate(mounted)
+        ],
+    }
+    deployment = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name, "annotations": _labels(version)},
+        "spec": {
+            "replicas": 1,
+            "selector": {"matchLabels": labels},
+            # the new pod is ready before the old one goes
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "template": {"metadata": {"labels": labels, "annotations": _labels(version)}, "spec": pod},
+        },
+    }
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {"selector": labels, "ports": [{"port": _INSIDE, "targetPort": _INSIDE}]},
+    }
+    return [deployment, service]
+
+
+def _labels(version: ServedVersion) -> dict[str, str]:
+    return {
+        "draftsmith/version": version.version,
+        "draftsmith/verifier-fingerprint": version.verifier_fingerprint,
+    }
