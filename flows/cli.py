@@ -10,7 +10,19 @@ from typing import Annotated
 
 import typer
 
-from flows import cli_bench, cli_data, cli_deploy, cli_gc, cli_parity, cli_plan, cli_registry, cli_runtime, cli_stitch
+from flows import (
+    cli_bench,
+    cli_convert,
+    cli_data,
+    cli_deploy,
+    cli_gc,
+    cli_parity,
+    cli_plan,
+    cli_registry,
+    cli_runtime,
+    cli_serve,
+    cli_stitch,
+)
 from flows.cli_support import (
     NO_OVERRIDES,
     JsonOption,
@@ -195,6 +207,7 @@ def doctor(
 cli_plan.add_to(app)
 cli_deploy.add_to(app)
 cli_registry.add_to(app)
+cli_serve.add_to(app)
 cli_parity.add_to(app)
 cli_gc.add_to(app)
 cli_stitch.add_to(app)

@@ -27,6 +27,7 @@ from speculators_core.evaluation.config import EvaluationConfig
 from speculators_core.lifecycle.changes import LifecycleConfig
 from speculators_core.lifecycle.config import GateConfig
 from speculators_core.states.config import CaptureConfig
+from speculators_core.serving.config import ServeConfig
 from speculators_core.training.config import TrainingConfig
 from speculators_core.types import StrictModel
 
@@ -85,6 +86,14 @@ class Recipe(StrictModel):
     gate: GateConfig = Field(default_factory=GateConfig)
     lifecycle: LifecycleConfig = Field(default_factory=LifecycleConfig)
 
+    budget: BudgetConfig = Field(default_factory=BudgetConfig)
+    serve: ServeConfig = Field(default_factory=ServeConfig)
+
+    @model_validator(mode="after")
+    def _priced(self) -> Recipe:
+        if self.budget.cost is not None and self.lifecycle.price_per_hour is None:
+            raise ValueError("budget.cost needs lifecycle.price_per_hour: without a price nothing costs anything")
+        return self
     @field_validator("algorithm")
     @classmethod
     def _known_algorithm(cls, value: dict[str, Any]) -> dict[str, Any]:

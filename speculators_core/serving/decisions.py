@@ -60,7 +60,7 @@ def rollback_reason(
                 f"served acceptance length {now.spec.acceptance_length:.3f} over {now.spec.drafts} drafts against "
                 f"{al:.3f} {'before' if measured else 'registered'}: the loss exceeds {rules.al_margin:.0%}"
             )
-    enough = min(now.tpot_count, before.tpot_count) >= rules.min_requests
+    enough = min(now.finished, before.finished) >= rules.min_requests
     if same_verifier and enough and rules.max_slowdown is not None and now.tpot > rules.max_slowdown * before.tpot:
         return (
             f"{1000 * now.tpot:.1f} ms per output token against {1000 * before.tpot:.1f} before: "
@@ -87,7 +87,7 @@ def speculation_doubt(recent: Traffic, rules: AutoDisableConfig) -> str | None:
 
 def is_faster_alone(alone: Traffic, drafting: Traffic, rules: WatchConfig) -> bool | None:
     """Whether the verifier alone takes less time per output token than with its draft; None: too little to tell."""
-    if min(alone.tpot_count, drafting.tpot_count) < rules.min_requests:
+    if min(alone.finished, drafting.finished) < rules.min_requests:
         return None
     return alone.tpot < drafting.tpot
 

@@ -13,15 +13,16 @@ from speculators_core.engine.metrics import SpecDecodeCounters, parse_prometheus
 class Traffic:
     """Counts; running totals of a reading, or what happened between two.
 
-    tpot_s, tpot_count: sum over finished requests of each one's mean seconds per output token, and their number ·
+    decode_s, decode_tokens: of finished requests, the time from first to last token and the tokens after the first ·
     looks, crowded: looks at the engine, and of these with requests that waited for a place.
     """
 
     spec: SpecDecodeCounters = field(default_factory=SpecDecodeCounters)
     requests: int = 0
     errors: int = 0
-    tpot_s: float = 0.0
-    tpot_count: int = 0
+    finished: int = 0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     looks: int = 0
@@ -33,8 +34,9 @@ class Traffic:
             self.spec - earlier.spec,
             self.requests - earlier.requests,
             self.errors - earlier.errors,
-            self.tpot_s - earlier.tpot_s,
-            self.tpot_count - earlier.tpot_count,
+            self.finished - earlier.finished,
+            self.decode_s - earlier.decode_s,
+            self.decode_tokens - earlier.decode_tokens,
             self.prompt_tokens - earlier.prompt_tokens,
             self.generated_tokens - earlier.generated_tokens,
             self.looks - earlier.looks,
@@ -43,8 +45,8 @@ class Traffic:
 
     @property
     def tpot(self) -> float:
-        """Mean seconds per output token; NaN where no request with two tokens or more finished."""
-        return self.tpot_s / self.tpot_count if self.tpot_count else math.nan
+        """Seconds per output token after the first; NaN where no request with two tokens or more finished."""
+        return self.decode_s / self.decode_tokens if self.decode_tokens else math.nan
 
     @property
     def error_rate(self) -> float:
@@ -65,12 +67,14 @@ def read_traffic(metrics: str, proxy: ProxyCounts, before: Traffic) -> Traffic:
     totals: dict[str, float] = defaultdict(float)
     for sample in parse_prometheus(metrics):
         totals[sample.name] += sample.value
+    finished = int(totals["vllm:request_generation_tokens_count"])
     return Traffic(
         spec=read_spec_decode(metrics),
         requests=proxy.requests,
         errors=proxy.errors,
-        tpot_s=totals["vllm:request_time_per_output_token_seconds_sum"],
-        tpot_count=int(totals["vllm:request_time_per_output_token_seconds_count"]),
+        finished=finished,
+        decode_s=totals["vllm:request_decode_time_seconds_sum"],
+        decode_tokens=int(totals["vllm:request_generation_tokens_sum"]) - finished,
         prompt_tokens=int(totals["vllm:prompt_tokens_total"]),
         generated_tokens=int(totals["vllm:generation_tokens_total"]),
         looks=before.looks + 1,
