@@ -12,7 +12,6 @@ import typer
 
 from flows import (
     cli_bench,
-    cli_convert,
     cli_data,
     cli_deploy,
     cli_gc,

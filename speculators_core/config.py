@@ -86,14 +86,8 @@ class Recipe(StrictModel):
     gate: GateConfig = Field(default_factory=GateConfig)
     lifecycle: LifecycleConfig = Field(default_factory=LifecycleConfig)
 
-    budget: BudgetConfig = Field(default_factory=BudgetConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
 
-    @model_validator(mode="after")
-    def _priced(self) -> Recipe:
-        if self.budget.cost is not None and self.lifecycle.price_per_hour is None:
-            raise ValueError("budget.cost needs lifecycle.price_per_hour: without a price nothing costs anything")
-        return self
     @field_validator("algorithm")
     @classmethod
     def _known_algorithm(cls, value: dict[str, Any]) -> dict[str, Any]:
