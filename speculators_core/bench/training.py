@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +27,7 @@ from speculators_core.bench.peer import prepare_peer
 from speculators_core.bench.setup import BenchSettings, batches_of, build_model, request_of, rows_of
 from speculators_core.build import algorithm_of
 from speculators_core.errors import TrainingError
+from speculators_core.processes import supervise
 from speculators_core.training.callbacks.base import Callback
 from speculators_core.training.request import TrainRequest
 from speculators_core.types import StrictModel
@@ -170,15 +169,18 @@ def bench_training(
 def _run(command: Sequence[str], result: Path, settings: BenchSettings, timeout_s: float) -> dict[str, Any]:
     result.unlink(missing_ok=True)
     log_file = result.with_suffix(".log")
+    log_file.unlink(missing_ok=True)
     threads = str(settings.threads)
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+    environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    with log_file.open("w") as stream:
-        child = subprocess.run(command, env=environment, stdout=stream, stderr=stream, timeout=timeout_s, check=False)
-    if child.returncode != 0 or not result.is_file():
+    with supervise(
+        command, name="bench", home=result.parent, log=log_file, env=environment, timeout_s=timeout_s
+    ) as child:
+        status = child.wait()
+    if status != 0 or not result.is_file():
         tail = "\n".join(log_file.read_text().splitlines()[-12:])
         raise TrainingError(
-            f"{Path(command[0]).name} {' '.join(command[1:3])} ended with {child.returncode}:\n{tail}",
+            f"{Path(command[0]).name} {' '.join(command[1:3])} ended with {status}:\n{tail}",
             mend=f"see {log_file}; the peer needs speculators 0.9.0 and no torchvision in its environment",
         )
     content: dict[str, Any] = json.loads(result.read_text())

@@ -19,12 +19,12 @@ CORE_LAYERS = (
     {"engine", "formats", "verifier", "losses", "metrics"},
     {"states", "data"},
     {"algorithms", "training", "registry"},
-    {"build", "training_process"},
+    {"build", "training_process", "convert"},
     {"evaluation"},
     {"lifecycle"},
     {"serving"},
     {"config", "bench", "summary"},
-    {"preflight", "remote", "run"},
+    {"preflight", "remote", "run", "spending"},
     {"stages"},
 )
 TOP_LAYERS = ("speculators_core", "tasks", "flows", "deployments")
@@ -138,12 +138,24 @@ def test_no_algorithm_knows_another_nor_is_named_outside() -> None:
 
 
 def test_nothing_is_unpickled() -> None:
+    """But for weights that a user explicitly lets a conversion open, and then by the restricted unpickler alone."""
+    asked = ROOT / "speculators_core" / "convert" / "source.py"
+    assert asked.read_text().count("torch.load(path") == asked.read_text().count("weights_only=True)\n") == 1
     for path in sources("speculators_core", "tasks", "flows", "hs_connectors"):
+        if path == asked:
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 assert (node.value.id, node.attr) not in {("torch", "load"), ("pickle", "load"), ("pickle", "loads")}, (
                     path
                 )
+
+
+def test_long_children_have_a_supervisor() -> None:
+    """A child that is started by hand outlives a parent that is killed."""
+    own = {"processes.py", "supervisor.py", "engine/runtime.py"}  # runtime: one short question, with a time limit
+    found = importers("subprocess", "speculators_core", "tasks", "flows", "deployments")
+    assert {path.removeprefix("speculators_core/") for path in found} - own == set()
 
 
 def test_a_child_of_a_test_gets_its_environment_from_one_place() -> None:
