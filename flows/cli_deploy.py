@@ -34,7 +34,8 @@ def deploy(
         )
     with prefect_api(settings) as api:
         from flows.deploy import deployments
-        from tasks.deploying import apply, differences, read_site
+        from tasks.deploying import apply, differences
+        from tasks.site import read_site
 
         loaded = read_site(site)
         api.wait()

@@ -12,8 +12,8 @@ from prefect.types.entrypoint import EntrypointType
 from flows.upkeep import backfill, keep_in_step
 from flows.watch import watch
 from tasks.adapters.settings import Settings
-from tasks.deploying import Site
 from tasks.runs import DEPLOYMENT
+from tasks.site import Site
 
 TAGS = ["draftsmith"]
 
@@ -34,7 +34,7 @@ def deployments(site: Site, settings: Settings, root: Path) -> list[RunnerDeploy
         watch.to_deployment(
             **common,
             description="Looks whether a verifier or runtime has changed, and starts what that asks for.",
-            parameters={"recipes": list(site.watch.recipes)},
+            parameters={"recipes": list(site.watch.recipes), "metrics": site.watch.metrics},
             schedule=Cron(site.watch.cron, timezone=site.watch.timezone),
             work_pool_name=site.watch_pool.name,
         ),

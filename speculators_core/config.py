@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from speculators_core import registry
 from speculators_core.data.config import DataConfig
 from speculators_core.engine.runtime import Runtime
 from speculators_core.errors import ConfigError
 from speculators_core.evaluation.config import EvaluationConfig
+from speculators_core.lifecycle.budget import BudgetConfig
 from speculators_core.lifecycle.changes import LifecycleConfig
 from speculators_core.lifecycle.config import GateConfig
-from speculators_core.states.config import CaptureConfig
 from speculators_core.serving.config import ServeConfig
+from speculators_core.states.config import CaptureConfig
 from speculators_core.training.config import TrainingConfig
 from speculators_core.types import StrictModel
 
@@ -85,8 +86,14 @@ class Recipe(StrictModel):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     gate: GateConfig = Field(default_factory=GateConfig)
     lifecycle: LifecycleConfig = Field(default_factory=LifecycleConfig)
-
+    budget: BudgetConfig = Field(default_factory=BudgetConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
+
+    @model_validator(mode="after")
+    def _priced(self) -> Recipe:
+        if self.budget.cost is not None and self.lifecycle.price_per_hour is None:
+            raise ValueError("budget.cost needs lifecycle.price_per_hour: without a price nothing costs anything")
+        return self
 
     @field_validator("algorithm")
     @classmethod
@@ -108,8 +115,9 @@ class Recipe(StrictModel):
         return validate(algorithm.config, self.algorithm, where="algorithm")
 
     def digest(self) -> str:
-        """sha256 of the resolved recipe: names the parent run in MLflow."""
-        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+        """sha256 of the resolved recipe but what changes nothing that is made: names the parent run in MLflow."""
+        made_of = self.model_dump(mode="json", exclude={"budget", "serve"})
+        return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -14,6 +14,7 @@
     ├── EvaluationError    acceptance could not be measured
     ├── RegistryError      MLflow refused, or is away
     ├── PlanError          the world has moved since a plan was made
+    ├── BudgetError        the recipe's budget is used up, or the next stage would exceed it
     └── Interrupted        a signal asked for a stop; progress is saved
 
 Each message says what is wrong, where, and how to mend it.
@@ -93,6 +94,10 @@ class RegistryError(DraftsmithError):
 
 class PlanError(DraftsmithError):
     """A plan cannot be applied: the world has moved since it was made."""
+
+
+class BudgetError(DraftsmithError):
+    """The recipe's budget is used up, or the next stage would exceed it; what was done so far is saved."""
 
 
 class Interrupted(DraftsmithError):

@@ -18,27 +18,16 @@ from speculators_core import registry
 from speculators_core.config import Recipe
 from speculators_core.engine.runtime import RuntimeInfo, probe_runtime
 from speculators_core.errors import DraftsmithError
+from speculators_core.lifecycle.plan import MADE_OF, Estimate, MadeOf, Rates, Recorded, recorded
 from speculators_core.provenance import versions
-from speculators_core.store import Store
+from speculators_core.spending import Ledger
+from speculators_core.store import Store, sha256_json
 from speculators_core.types import ArtifactRef, Json, ProgressCallback, StrictModel
 from speculators_core.verifier.facts import VerifierFacts, read_facts
 from speculators_core.verifier.files import HUB_ID, VerifierFiles, open_verifier
 from speculators_core.verifier.fingerprint import Description, Fingerprint, describe, remember
 
 log = logging.getLogger(__name__)
-
-MADE_OF = "made_of"
-"""Key of a manifest's meta under which `MadeOf` is kept."""
-
-
-class MadeOf(StrictModel):
-    """What decided an artifact's key, by name, so that a later miss can say what changed; and what it took."""
-
-    stage: str
-    inputs: dict[str, str] = Field(description="digests of what went in")
-    settings: dict[str, Any] = Field(description="the recipe's values and package versions in the key")
-    seconds: float | None = Field(None, description="wall-clock time of the attempt that finished it")
-    finished: float | None = Field(None, description="when that was, in seconds since 1970")
 
 
 class WarmStart(StrictModel):
@@ -96,6 +85,33 @@ class Run:
     def store(self) -> Store:
         """The artifact store under the state root."""
         return Store(os.environ.get("DRAFTSMITH_STORE") or str(self.home / "store"), scratch=self.home / "scratch")
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """What this recipe's stages have taken on this verifier and runtime, against its budget."""
+        made = self.recipe.model_dump(mode="json", exclude={"budget", "lifecycle", "evaluation", "gate", "export", "serve"})
+        name = sha256_json([made, self.fingerprint.digest, self.runtime.key])[:24]
+        return Ledger(self.home / "spent" / name, self.recipe.budget, self.recipe.lifecycle)
+
+    @cached_property
+    def recorded(self) -> tuple[Recorded, ...]:
+        """Every artifact of the store, with what it was made of."""
+        return tuple(recorded(self.store))
+
+    @cached_property
+    def rates(self) -> Rates:
+        """How fast earlier runs of this state root were."""
+        return Rates(self.recorded)
+
+    def advance(self, done: int, total: int) -> None:
+        """Progress of a stage that can be cut off anywhere and goes on there: shown, and held against the budget.
+
+        Raises:
+            BudgetError: it is used up.
+        """
+        self.ledger.check(done, total)
+        if self.progress is not None:
+            self.progress(done, total)
 
     @cached_property
     def verifier_files(self) -> VerifierFiles:
@@ -179,6 +195,7 @@ def produce(
     build: Callable[[Path], Mapping[str, Any]],
     *,
     settings: Mapping[str, Json] | None = None,
+    expected: Callable[[], Estimate] | None = None,
 ) -> StageResult:
     """Find the artifact of this key, or build it in a workspace that survives a kill, and publish it.
 
@@ -186,6 +203,10 @@ def produce(
         inputs: digests of what goes in, by name.
         build: writes the files into the workspace and returns the artifact's metadata (JSON).
         settings: what else is in the key: the recipe's values, versions of packages.
+        expected: what the work will take, asked where there is a budget; None: what the last one of its kind took.
+
+    Raises:
+        BudgetError: it would take more than the recipe's budget has left.
     """
     start = time.monotonic()
     made_of = MadeOf(stage=stage, inputs=dict(inputs), settings=dict(settings or {}))
@@ -205,8 +226,13 @@ def produce(
             return result(found, cached=True)
         workspace = run.store.workspace(kind, key)
         log.info("stage=%s start", stage)
-        with run.watch(workspace) if run.watch else nullcontext():
+        likely = expected or (lambda: Estimate(seconds=run.rates.whole(kind)))
+        with (
+            run.ledger.attempt(stage, key, lambda: likely().amount) as finished_with,
+            run.watch(workspace) if run.watch else nullcontext(),
+        ):
             meta = dict(build(workspace))
+            finished_with(meta)
         took = {"seconds": round(time.monotonic() - start, 3), "finished": round(time.time(), 3)}
         kept = made_of.model_copy(update=took)
         meta[MADE_OF] = kept.model_dump(mode="json")

@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from speculators_core import errors
-from speculators_core.errors import DraftsmithError, Interrupted, TrainingError
+from speculators_core.errors import BudgetError, DraftsmithError, Interrupted, TrainingError
 from speculators_core.processes import supervise
 from speculators_core.training.request import METRICS, OUTCOME, RESULT, Outcome, TrainReport, TrainRequest, write_json
 from speculators_core.types import ProgressCallback
@@ -29,11 +29,14 @@ EXIT_INTERRUPTED = 75
 """Exit status after a signal: progress is saved, the same command goes on. (EX_TEMPFAIL of sysexits.)"""
 
 
-def run_training(request: TrainRequest, home: Path, progress: ProgressCallback | None = None) -> TrainReport:
-    """Train in a supervised child: it ends with us, and signals act on it.
+def run_training(
+    request: TrainRequest, home: Path, progress: ProgressCallback | None = None, cores: Sequence[int] | None = None
+) -> TrainReport:
+    """Train in a supervised child, on these cores alone where they are given: it ends with us, and signals act on it.
 
     Raises:
         Interrupted, TrainingError, …: what the child says of its end.
+        BudgetError: from `progress`; a checkpoint is saved first.
     """
     output = Path(request.output)
     name = output.parent.name
@@ -41,13 +44,13 @@ def run_training(request: TrainRequest, home: Path, progress: ProgressCallback |
     write_json(request_file, request.model_dump_json(indent=1))
     log_file = home / "logs" / f"trainer-{time.strftime('%Y%m%d-%H%M%S')}-{name[:6]}.log"
     log.info("training log=%s", log_file)
-    with supervise(train_command(request_file), name="trainer", home=home, log=log_file) as process:
+    with supervise(train_command(request_file), name="trainer", home=home, log=log_file, cores=cores) as process:
         try:
             while process.poll() is None:
                 if progress is not None and (reached := read_progress(output)) is not None:
                     progress(*reached)
                 time.sleep(0.5)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, BudgetError):
             process.stop(grace_s=20)  # SIGTERM: it saves a checkpoint and goes
             raise
     return read_outcome(output)

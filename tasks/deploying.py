@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 from prefect.automations import Automation
@@ -22,9 +21,9 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 from pydantic import Field
 
-from speculators_core.config import read_yaml, validate
 from speculators_core.errors import ConfigError
 from speculators_core.types import StrictModel
+from tasks.site import Pool, Site
 
 LOOK_NOW = "draftsmith: look now"
 ZOMBIES = "draftsmith: runs that stopped beating"
@@ -34,32 +33,6 @@ _HEARTBEAT = "prefect.flow-run.heartbeat"
 _SHOWN = 60
 
 
-class Pool(StrictModel):
-    """A work pool of processes: one for each kind of hardware."""
-
-    name: str = Field(description="as `prefect worker start --pool` names it")
-    limit: int = Field(1, ge=1, description="runs at once")
-
-
-class Watch(StrictModel):
-    """What is watched, and when."""
-
-    recipes: tuple[str, ...] = Field(min_length=1, description="recipe files, relative to where the workers run")
-    cron: str = Field("*/15 * * * *", description="when to look")
-    timezone: str = Field("UTC", description="of the cron expression")
-
-
-class Site(StrictModel):
-    """`deployments/site.yaml`: everything about a Prefect installation that is not code."""
-
-    watch: Watch
-    train_pool: Pool = Field(Pool(name="draftsmith-train"), description="where drafts are captured for and trained")
-    watch_pool: Pool = Field(Pool(name="draftsmith-watch"), description="for short runs that only look or start others")
-    zombie_minutes: float = Field(
-        15, ge=9, description="a run without a heartbeat for so long is marked crashed (a beat is 3 minutes)"
-    )
-
-
 class Difference(StrictModel):
     """One object of the server."""
 
@@ -67,12 +40,6 @@ class Difference(StrictModel):
     name: str
     change: Literal["create", "update", "same"]
     fields: tuple[str, ...] = Field((), description="field: on the server → wanted")
-
-
-def read_site(path: Path) -> Site:
-    """Read the site's file. ConfigError names what is wrong with it."""
-    content = read_yaml(path)
-    return validate(Site, content if isinstance(content, dict) else {}, where=str(path))
 
 
 def differences(site: Site, wanted: Sequence[RunnerDeployment]) -> list[Difference]:

@@ -21,6 +21,7 @@ from speculators_core.store.manifest import sha256_json
 from speculators_core.types import ArtifactRef
 from tasks.adapters.aliases import MlflowAliases
 from tasks.adapters.settings import settings
+from tasks.observe import note_total_cost
 from tasks.reporting import build_report, publish_report
 from tasks.versions import INCUMBENT_TAG, NO_INCUMBENT, REPORT_TAG, fetch_draft, open_aliases, require_version
 
@@ -61,6 +62,7 @@ def judge_version(
     model, version = registered
     displaced = None if incumbent is None else fetch_draft(settings(), aliases.tags(model, incumbent), model, incumbent)
     verdict = judge(run, (run.store.path(draft), draft.digest), displaced, dataset)
+    note_total_cost(run)
     known = aliases.tags(model, version).get(DECISION_TAG)
     if known != verdict.decision.model_dump_json():  # the report of this very decision is not there yet
         serving = None if incumbent is None else (incumbent, aliases.tags(model, incumbent))
@@ -86,6 +88,7 @@ def measure_version(run: Run, model: str, version: str, dataset: ArtifactRef) ->
     aliases = open_aliases()
     draft = fetch_draft(settings(), require_version(aliases, model, version), model, version)
     verdict = judge(run, draft, None, dataset)
+    note_total_cost(run)
     cell = cell_here(run, verdict.candidate, verdict.decision, verdict.evaluations[0])
     note_cell(aliases, model, version, cell)
     return cell

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,13 @@ from prefect.artifacts import create_markdown_artifact, create_progress_artifact
 from prefect.context import FlowRunContext
 
 from speculators_core.config import Recipe
+from speculators_core.errors import BudgetError, RegistryError
+from speculators_core.lifecycle.budget import Amount
 from speculators_core.run import NotProduced, Run, StageResult
 from tasks.adapters.follow import follow_metrics
 from tasks.adapters.settings import settings
 from tasks.adapters.tracking import DatasetFacts, StageRun, Tracking
+from tasks.events import BudgetExceeded
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +65,13 @@ def observed(
     with tracking().stage(parent, name, tags={"prefect.flow_run_id": flow_run_id()}) as child:
         progress = Progress(name)
         run = Run(recipe, settings().home, progress=progress, watch=follower(child, follow))
-        result = call(run)
+        try:
+            with kept_cost(run, child):
+                result = call(run)
+        except BudgetError as error:
+            told = BudgetExceeded(deployment=recipe.deployment, version=None, recipe=recipe.name, reasons=(error.what,))
+            told.emit(f"{recipe.digest()} {error.what}")
+            raise
         for file in found_files(run.store.path(result.ref), files):
             child.files(file)
         child.params({"stage": name, "key": result.ref.uri.rsplit("/", 1)[-1]})
@@ -71,6 +80,36 @@ def observed(
         child.json("summary.json", result.summary)
     show_summary(name, result, next(iter(found_files(run.store.path(result.ref), ["report.md"])), None))
     return result
+
+
+@contextmanager
+def kept_cost(run: Run, child: StageRun) -> Iterator[None]:
+    """Keep what the block takes with the stage's run, also where it fails, and all of it with the recipe's."""
+    before = run.ledger.spent()
+
+    def note() -> None:
+        child.metrics(cost_metrics(run, run.ledger.spent().less(before)))
+        note_total_cost(run)
+
+    try:
+        yield
+    except BaseException:
+        with suppress(RegistryError):  # the stage's own error matters more
+            note()
+        raise
+    note()
+
+
+def note_total_cost(run: Run) -> None:
+    """Keep with the recipe's run what all its stages have taken so far."""
+    parent = parent_run(run.recipe.digest(), run.recipe.name)
+    tracking().handle(parent).metrics(cost_metrics(run, run.ledger.spent()))
+
+
+def cost_metrics(run: Run, amount: Amount) -> dict[str, float]:
+    """Time, tokens, bytes of hidden states and, where the recipe has a price, money."""
+    found = {"cost.seconds": amount.seconds, "cost.tokens": amount.tokens, "cost.bytes": amount.num_bytes}
+    return found if run.recipe.lifecycle.price_per_hour is None else {**found, "cost.price": amount.cost}
 
 
 def found_files(directory: Path, patterns: Sequence[str]) -> list[Path]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from speculators_core import stages
 from speculators_core.lifecycle.changes import Action
-from speculators_core.lifecycle.plan import PlannedStage, Rates, Recorded, why_missing
-from speculators_core.run import MADE_OF, MadeOf, NotProduced, Run, StageResult
-from speculators_core.types import ArtifactRef, StrictModel
+from speculators_core.lifecycle.plan import Estimate, PlannedStage, why_missing
+from speculators_core.run import NotProduced, Run, StageResult
+from speculators_core.stages.expected import capture_estimate, train_estimate
+from speculators_core.types import StrictModel
 
-_BYTES_OF = {"bfloat16": 2, "float16": 2, "float32": 4}
 _KINDS = {"preflight": "preflight", "prepare": "dataset", "capture": "states", "train": "training", "export": "draft"}
 _KINDS |= {"regenerate": "replies"}
 
@@ -65,9 +64,7 @@ class Planner:
         return [PlannedStage(name=name, state="cached", why=f"AL {result.summary['acceptance']['al']:.3f}")]
 
     def _incumbent(self, name: str, why: str) -> PlannedStage:
-        tokens, _, seconds = self._measuring(speed=False)
-        cost = self._rates.cost("evaluate", seconds)
-        return PlannedStage(name=name, state="run", why=why, tokens=tokens, seconds=seconds, cost=cost)
+        return self._to_run(name, why, self._measuring(speed=False), priced_as="evaluate")
 
     def loop(self) -> list[PlannedStage]:
         """Every stage from preflight to promotion; one whose inputs are not made yet is to run too."""
@@ -102,55 +99,33 @@ class Planner:
         missing = error.missing
         if missing is None:
             return str(error.what)
-        earlier = [item for item in self._recorded if item.kind == error.kind]
+        earlier = [item for item in self._run.recorded if item.kind == error.kind]
         why = why_missing(missing.inputs, missing.settings, earlier)
         return why if missing.stage in stages.ORDER else f"{missing.stage}: {why}"
-
-    @cached_property
-    def _recorded(self) -> list[Recorded]:
-        """Every artifact of the store, with what it was made of."""
-        return [recorded(self._run, ref) for ref in self._run.store.artifacts()]
-
-    @cached_property
-    def _rates(self) -> Rates:
-        return Rates(self._recorded, self._run.recipe.lifecycle)
 
     def _dataset(self, name: str) -> Any:
         """A number of the data set: its own, or else the newest one's."""
         found = self._found.get("prepare")
-        return self._rates.meta("dataset", name) if found is None else found.summary.get(name)
+        return self._run.rates.meta("dataset", name) if found is None else found.summary.get(name)
 
     def _estimated(self, name: str, why: str) -> PlannedStage:
-        tokens, num_bytes, seconds = self._estimate(name)
-        return PlannedStage(
-            name=name,
-            state="run",
-            why=why,
-            tokens=tokens,
-            num_bytes=num_bytes,
-            seconds=seconds,
-            cost=self._rates.cost(name, seconds),
-        )
+        return self._to_run(name, why, self._estimate(name), priced_as=name)
 
-    def _estimate(self, name: str) -> tuple[int | None, int | None, float | None]:
-        """(tokens, bytes of hidden states, seconds) of a stage; None for what nothing measured can tell."""
-        run, rates, tokens = self._run, self._rates, self._dataset("tokens")
-        if name == "capture" and tokens is not None:
-            per_token = len(run.layer_ids) * int(run.description.shape.get("hidden_size", 0))
-            return (
-                tokens,
-                tokens * per_token * _BYTES_OF.get(run.recipe.capture.dtype, 2),
-                rates.of_tokens("states", tokens),
-            )
-        if name == "train" and tokens is not None:
-            splits, rows = self._dataset("splits") or {}, self._dataset("rows") or 0
-            trained = int(tokens * splits.get("train", rows) / rows * run.recipe.training.epochs) if rows else None
-            return trained, None, rates.of_tokens("training", trained)
+    def _to_run(self, name: str, why: str, likely: Estimate, *, priced_as: str) -> PlannedStage:
+        cost = self._run.recipe.lifecycle.price(priced_as, likely.seconds)
+        return PlannedStage(name=name, state="run", why=why, cost=cost, **likely._asdict())
+
+    def _estimate(self, name: str) -> Estimate:
+        tokens = self._dataset("tokens")
+        if name == "capture":
+            return capture_estimate(self._run, tokens)
+        if name == "train":
+            return train_estimate(self._run, tokens, self._dataset("splits"))
         if name == "evaluate":
-            return self._measuring(run.recipe.gate.speed == "require")
-        return tokens if name == "prepare" else None, None, rates.whole(_KINDS[name])
+            return self._measuring(self._run.recipe.gate.speed == "require")
+        return Estimate(tokens if name == "prepare" else None, None, self._run.rates.whole(_KINDS[name]))
 
-    def _measuring(self, speed: bool) -> tuple[int | None, None, float | None]:
+    def _measuring(self, speed: bool) -> Estimate:
         """Tokens written and seconds of measuring a draft, and the verifier alone where that is not done yet."""
         run, dataset = self._run, self._found.get("prepare")
         kinds = ["measurement", *(["speed"] if speed else [])]
@@ -161,21 +136,6 @@ class Planner:
                 stages.baseline(run, dataset.ref)
         except NotProduced:
             kinds.append("baseline")
-        took = [seconds for kind in kinds if (seconds := self._rates.whole(kind)) is not None]
-        written = self._rates.meta("measurement", "tokens")
-        return written, None, round(sum(took), 1) if took else None
-
-
-def recorded(run: Run, ref: ArtifactRef) -> Recorded:
-    """What an artifact says of itself."""
-    meta = dict(run.store.manifest(ref).meta)
-    kept = meta.pop(MADE_OF, None)
-    made = None if kept is None else MadeOf.model_validate(kept)
-    return Recorded(
-        kind=ref.kind,
-        inputs=None if made is None else made.inputs,
-        settings={} if made is None else made.settings,
-        seconds=None if made is None else made.seconds,
-        finished=(made.finished or 0.0) if made else 0.0,
-        meta=meta,
-    )
+        took = [seconds for kind in kinds if (seconds := self._run.rates.whole(kind)) is not None]
+        written = self._run.rates.meta("measurement", "tokens")
+        return Estimate(written, None, round(sum(took), 1) if took else None)

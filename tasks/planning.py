@@ -18,6 +18,7 @@ from speculators_core.config import Recipe, validate
 from speculators_core.data.prepare import digest_sources
 from speculators_core.engine.runtime import Runtime, probe_runtime
 from speculators_core.errors import ConfigError, PlanError, RegistryError
+from speculators_core.lifecycle.budget import excess
 from speculators_core.lifecycle.changes import (
     TOKENIZER_TAG,
     Action,
@@ -28,6 +29,7 @@ from speculators_core.lifecycle.changes import (
     decide_action,
 )
 from speculators_core.lifecycle.config import GateConfig
+from speculators_core.lifecycle.drift import Incident, read_incident
 from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG
 from speculators_core.lifecycle.plan import Facts, Plan, moved
 from speculators_core.lifecycle.promotion import CHAMPION, audit_log, may_serve
@@ -82,12 +84,24 @@ class Situation:
         digest = self.view.tags[version].get(FINGERPRINT_TAG) if version else None
         return recall(digest, self.run.home) if digest else None
 
+    @property
+    def incident(self) -> Incident | None:
+        """The fall of served acceptance that `watch` has seen, until it is over."""
+        return read_incident(self.run.home, self.run.recipe.deployment, self.serving)
+
     @cached_property
     def decision(self) -> Decision:
         """What changed, and the action that follows by the recipe's table."""
         recipe, world = self.run.recipe, self.world
         tried = tried_version(self.view, self.serving, world)
-        return decide_action(self.proven, world, recipe.lifecycle.on_change, margin=recipe.gate.margin, tried=tried)
+        return decide_action(
+            self.proven,
+            world,
+            recipe.lifecycle.on_change,
+            margin=recipe.gate.margin,
+            tried=tried,
+            incident=self.incident,
+        )
 
     @property
     def details(self) -> tuple[PartChange, ...]:
@@ -189,6 +203,9 @@ def make_plan(recipe: Recipe) -> Plan:
                 f"this recipe and its data would make another draft than the champion ({', '.join(others)} would run); "
                 "`draftsmith retrain` makes it"
             )
+    surely = sum((stage.amount for stage in planned if stage.state == "run"), situation.run.ledger.spent())
+    if over := excess(recipe.budget, surely):
+        notes.append(f"the budget will not do, with what was spent already: {'; '.join(over)}")
     if start is None and decision.action in ("re-evaluate", "retrain", "retrain-new-head"):
         notes.append("training would start from random weights: the champion is of another algorithm")
     return Plan(

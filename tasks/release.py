@@ -37,6 +37,7 @@ from speculators_core.types import ArtifactRef, StrictModel
 from tasks.adapters.registry import DraftRegistry, VersionFacts, draft_is_kept
 from tasks.adapters.registry_view import look
 from tasks.adapters.settings import settings
+from tasks.events import GateRefused
 from tasks.judging import judge_version, noted_decision, verifier_name
 from tasks.observe import flow_run_id, parent_run, tracking
 from tasks.planning import world_of
@@ -46,6 +47,7 @@ from tasks.versions import (
     EVALUATION_TAG,
     TEMPLATE_TAG,
     actor,
+    announce_move,
     fetch_draft,
     open_aliases,
 )
@@ -177,8 +179,12 @@ def promote_version(run: Run, registration: Registration, draft: ArtifactRef, da
             home=run.home,
         )
         changed = moved.changed
+        announce_move(moved, "; ".join(decision.reasons))
     elif serving != version:
         aliases.set_alias(model, CHALLENGER, version)
+    if not decision.passed:
+        refused = GateRefused(deployment=model, version=version, outcome=decision.outcome, reasons=decision.reasons)
+        refused.emit(f"version {version} on {run.fingerprint.digest} {run.runtime.key}")
     held = tuple(sorted(name for name, number in aliases.aliases(model).items() if number == version))
     log.info("gate=%s model=%s version=%s aliases=%s", decision.outcome, model, version, ",".join(held))
     return PromotionResult(

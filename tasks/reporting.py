@@ -26,7 +26,8 @@ from speculators_core.evaluation.records import Measurement
 from speculators_core.evaluation.report import EvaluationReport
 from speculators_core.lifecycle.changes import Proven
 from speculators_core.lifecycle.gate import GateDecision
-from speculators_core.run import MADE_OF, MadeOf, Run
+from speculators_core.lifecycle.plan import MADE_OF, MadeOf
+from speculators_core.run import Run
 from speculators_core.store.manifest import Manifest
 from speculators_core.training.callbacks.metrics_log import read_metrics
 from speculators_core.types import ArtifactRef
@@ -186,14 +187,8 @@ def costs(run: Run, artifacts: Mapping[str, ArtifactRef]) -> Iterator[StageCost]
             seconds=None if stage is None else stage.seconds,
             num_bytes=manifest.num_bytes,
             tokens=_tokens(manifest),
-            price=None if stage is None else _price(run, stage),
+            price=None if stage is None else run.recipe.lifecycle.price(stage.stage, stage.seconds),
         )
-
-
-def _price(run: Run, stage: MadeOf) -> float | None:
-    table = run.recipe.lifecycle.price_per_hour
-    hourly = table.get(stage.stage, table.get("other")) if isinstance(table, dict) else table
-    return None if hourly is None or stage.seconds is None else hourly * stage.seconds / 3600
 
 
 def _tokens(manifest: Manifest) -> int | None:

@@ -14,8 +14,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from speculators_core.errors import ConfigError, StoreError
 from speculators_core.lifecycle.matrix import cells
+from speculators_core.lifecycle.plan import MADE_OF, MadeOf
 from speculators_core.lifecycle.retention import Item, Plan, Root, plan_sweep
-from speculators_core.run import MADE_OF, MadeOf
 from speculators_core.store import Store, write_atomic
 from speculators_core.store.files import discard
 from speculators_core.types import ArtifactRef, StrictModel

@@ -27,6 +27,7 @@ from speculators_core.verifier.fingerprint import describe_location
 from tasks.adapters.aliases import MlflowAliases
 from tasks.adapters.registry import DRAFT_TAG, DraftRegistry
 from tasks.adapters.settings import Settings, settings
+from tasks.events import DraftPromoted, DraftRolledBack
 from tasks.observe import flow_run_id, tracking
 
 INCUMBENT_TAG = "gate.incumbent"
@@ -138,6 +139,7 @@ def promote_by_name(
         home=settings().home,
         force=force,
     )
+    announce_move(moved, why or "by name")
     return describe_move(moved, tags, started)
 
 
@@ -147,9 +149,9 @@ def rollback_model(
     """Undo the last move of the champion: the pair of verifier and draft that served before serves again.
 
     Args:
+        version: only if this one still is the champion · who: for the audit log; None: whoever runs us.
         check: see first that the draft's files are whole and its verifier lies unchanged where the pair has it.
 
-        version: only if this one still is the champion · who: for the audit log; None: whoever runs us.
     Raises:
         RegistryError: nothing to roll back to, files were changed, MLflow is away.
         VerifierError: the pair's verifier is gone or has changed.
@@ -173,6 +175,7 @@ def rollback_model(
         home=settings().home,
         check=look,
     )
+    announce_move(moved, why or "by hand", back=True)
     return describe_move(moved, aliases.tags(model, moved.version), started)
 
 
@@ -284,6 +287,14 @@ def fetch_draft(settings: Settings, tags: Mapping[str, str], model: str, version
     if digest is None:
         raise RegistryError(f"{model} version {version} was not registered by draftsmith: it has no digest")
     return DraftRegistry(tracking()).download(model, version, settings.home / "drafts" / digest), digest
+
+
+def announce_move(moved: Promotion, why: str, *, back: bool = False) -> None:
+    """Tell that the champion was moved, if it was."""
+    if moved.changed:
+        kind = DraftRolledBack if back else DraftPromoted
+        told = kind(deployment=moved.model, version=moved.version, displaced=moved.displaced, reasons=(why,))
+        told.emit(f"move at {time.time_ns()}")
 
 
 def describe_move(moved: Promotion, tags: Mapping[str, str], started: float) -> Moved:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import Field
 
 from speculators_core.config import load_recipe
-from speculators_core.errors import DraftsmithError, VerifierError
+from speculators_core.errors import DraftsmithError, EngineError, VerifierError
 from speculators_core.lifecycle.changes import Action, Change
+from speculators_core.lifecycle.drift import DriftVerdict, Incident
 from speculators_core.types import StrictModel
 from tasks.events import EngineChanged, VerifierChanged
+from tasks.notices import deliver
 from tasks.planning import Situation
 from tasks.policies import stage_task
 from tasks.requests import UpkeepRequest
 from tasks.runs import UPKEEP_DEPLOYMENT, Outcome, ensure_run, supersede
+from tasks.traffic import watch_traffic
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +37,16 @@ class Finding(StrictModel):
     fingerprint: str | None = None
     runtime_key: str | None = None
     vllm: str | None = None
+    traffic: DriftVerdict | None = Field(None, description="served acceptance; None where nothing serves")
+    incident: Incident | None = Field(None, description="a fall of it that is not over")
+    blind: str | None = Field(None, description="why its traffic could not be looked at; all else is done")
     error: str | None = Field(None, description="why it could not be looked at; nothing is done then")
 
     @property
     def cause(self) -> str:
-        """Names what a run is for: deployment, verifier, runtime and action; the idempotency key of it."""
-        world = hashlib.sha256(f"{self.fingerprint} {self.runtime_key}".encode()).hexdigest()[:24]
+        """Names what a run is for: deployment, verifier, runtime, incident and action; the idempotency key of it."""
+        since = "" if self.incident is None else f" {self.incident.since}"
+        world = hashlib.sha256(f"{self.fingerprint} {self.runtime_key}{since}".encode()).hexdigest()[:24]
         return f"{self.deployment}:{self.action}:{world}"
 
 
@@ -53,15 +60,21 @@ class Reaction(StrictModel):
 
 
 @stage_task("look", retries=0)
-def look_at(recipes: Sequence[str]) -> list[Finding]:
-    """Hold what each recipe declares against its champion; what cannot be read is said, and the others are read."""
-    return [find(recipe) for recipe in recipes]
+def look_at(recipes: Sequence[str], metrics: Mapping[str, str]) -> list[Finding]:
+    """Hold what each recipe declares, and its traffic, against its champion; what cannot be read is said.
+
+    Args:
+        metrics: deployment → address of its engine's counters, where no supervisor of ours notes them.
+    """
+    return [find(recipe, metrics) for recipe in recipes]
 
 
 @stage_task("react", retries=2)
 def react(findings: Sequence[Finding]) -> list[Reaction]:
     """For each change: an event and one run, and an end to runs for older changes of the same deployment."""
-    return [reaction_to(finding) for finding in findings if finding.error is None]
+    done = [reaction_to(finding) for finding in findings if finding.error is None]
+    deliver()  # what no channel has taken yet
+    return done
 
 
 def require_all_seen(findings: Sequence[Finding]) -> None:
@@ -70,15 +83,22 @@ def require_all_seen(findings: Sequence[Finding]) -> None:
     Raises:
         VerifierError: names each recipe and why.
     """
-    if blind := [f"{finding.recipe}: {finding.error}" for finding in findings if finding.error is not None]:
+    errors = [(finding.recipe, finding.error or finding.blind) for finding in findings]
+    if blind := [f"{recipe}: {error}" for recipe, error in errors if error is not None]:
         raise VerifierError(f"{len(blind)} of {len(findings)} recipes could not be looked at: {'; '.join(blind)}")
 
 
-def find(recipe: str) -> Finding:
+def find(recipe: str, metrics: Mapping[str, str]) -> Finding:
     """One recipe's finding."""
+    traffic, blind = None, None
     try:
         loaded = load_recipe(Path(recipe))
         situation = Situation.of(loaded)
+        try:
+            traffic = watch_traffic(situation, recipe, metrics.get(loaded.deployment))
+        except EngineError as error:
+            log.warning("%s", error)
+            blind = error.what
         decision, world = situation.decision, situation.world
     except DraftsmithError as error:
         log.warning("%s cannot be looked at: %s", recipe, error)
@@ -93,6 +113,9 @@ def find(recipe: str) -> Finding:
         fingerprint=world.verifier.digest,
         runtime_key=world.runtime_key,
         vllm=world.runtime.vllm,
+        traffic=traffic,
+        incident=situation.incident,
+        blind=blind,
     )
 
 
@@ -112,7 +135,7 @@ def reaction_to(finding: Finding) -> Reaction:
 
 
 def announce(finding: Finding) -> None:
-    """One event for a changed verifier, one for a changed runtime."""
+    """One event for a changed verifier, one for a changed runtime; that traffic drifted was told when it was seen."""
     assert finding.deployment and finding.fingerprint and finding.runtime_key and finding.vllm
     about = {
         "deployment": finding.deployment,
@@ -120,8 +143,10 @@ def announce(finding: Finding) -> None:
         "version": finding.version,
         "reasons": finding.reasons,
     }
-    of_verifier = tuple(change for change in finding.changes if change != "runtime")
+    of_verifier = tuple(change for change in finding.changes if change not in ("runtime", "traffic"))
     if of_verifier:
-        VerifierChanged.model_validate({**about, "fingerprint": finding.fingerprint, "changes": of_verifier}).emit()
+        changed = VerifierChanged.model_validate({**about, "fingerprint": finding.fingerprint, "changes": of_verifier})
+        changed.emit(finding.fingerprint)
     if "runtime" in finding.changes:
-        EngineChanged.model_validate({**about, "runtime_key": finding.runtime_key, "vllm": finding.vllm}).emit()
+        engine = EngineChanged.model_validate({**about, "runtime_key": finding.runtime_key, "vllm": finding.vllm})
+        engine.emit(finding.runtime_key)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from speculators_core.engine.runtime import RuntimeInfo
+from speculators_core.lifecycle.drift import DriftConfig, Incident
 from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, RUNTIME_TAG, Cell, cells
 from speculators_core.types import StrictModel
 from speculators_core.verifier.fingerprint import PARTS, Fingerprint
@@ -52,6 +53,11 @@ class OnChange(StrictModel):
     generation_config: Action = Field("re-evaluate", description="the generation config changed, nothing else")
     quantised: Action = Field("re-evaluate", description="another quantisation of a model of the same shape")
     runtime: Action = Field("re-evaluate", description="another vLLM, build, device or model runner")
+    traffic: Action = Field(
+        "re-evaluate",
+        description="the acceptance length that real requests get fell; see `lifecycle.drift`. Data sources that are "
+        "sampled from traffic make this measure on, and train for, what is asked now",
+    )
     unrecorded: Action = Field(
         "retrain-afresh", description="the verifier changed, and the version does not say what it was proven on"
     )
@@ -59,17 +65,28 @@ class OnChange(StrictModel):
 
 Change = Literal[
     "weights", "config", "adapters", "tokenizer", "shape", "chat_template", "generation_config", "quantised", "runtime",
-    "unrecorded",
+    "traffic", "unrecorded",
 ]  # fmt: skip
+
+
+_MEASURING = ("measure", "baseline", "speed", "ngram")
 
 
 class LifecycleConfig(StrictModel):
     """What happens when the verifier or the runtime changes, and what it costs."""
 
     on_change: OnChange = Field(default_factory=OnChange, description="action for each kind of change")
+    drift: DriftConfig = Field(default_factory=DriftConfig, description="when served acceptance counts as fallen")
     price_per_hour: float | dict[str, float] | None = Field(
         None, description="price of an hour of the machine, or of each stage's: {capture: 4.5, train: 2.0, other: 0.4}"
     )
+
+    def price(self, stage: str, seconds: float | None) -> float | None:
+        """Price of a stage's time; None where price or time is not known. Measuring is priced as `evaluate`."""
+        table = self.price_per_hour
+        named = "evaluate" if stage in _MEASURING else stage
+        hourly = table.get(named, table.get("other")) if isinstance(table, dict) else table
+        return None if hourly is None or seconds is None else round(hourly * seconds / 3600, 4)
 
 
 class World(StrictModel):
@@ -148,7 +165,13 @@ def tags_of(world: World) -> dict[str, str]:
 
 
 def decide_action(
-    proven: Proven | None, now: World, table: OnChange, *, margin: float, tried: str | None = None
+    proven: Proven | None,
+    now: World,
+    table: OnChange,
+    *,
+    margin: float,
+    tried: str | None = None,
+    incident: Incident | None = None,
 ) -> Decision:
     """Name what changed and look up what it asks for; without a champion everything is to be done.
 
@@ -156,15 +179,19 @@ def decide_action(
         margin: relative loss of acceptance length that the gate tolerates; held against what the champion was
             registered with when it was measured here since.
         tried: another version that was trained for this verifier and runtime, and judged: it is not done again.
+        incident: a fall of served acceptance, which neither an earlier measurement nor an earlier training answers.
     """
     if proven is None:
         return Decision(changes=(), parts=(), action="retrain-afresh", reasons=("nothing serves yet",))
     parts = changed_parts(proven, now)
     changes = changes_of(proven, now, parts)
+    reasons = [_sentence(change, proven, now) for change in changes]
+    if incident is not None:
+        changes, tried = (*changes, "traffic"), None
+        reasons.append(incident.reason)
     actions: list[Action] = [getattr(table, change) for change in changes]
     action = max(actions, key=ACTIONS.index, default="nothing")
-    reasons = [_sentence(change, proven, now) for change in changes]
-    if action == "re-evaluate":
+    if action == "re-evaluate" and incident is None:
         held, why = proven.holds(now, margin)
         action = action if held is None else "nothing" if held else "retrain"
         reasons += [why] if why else []

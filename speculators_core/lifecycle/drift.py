@@ -3,6 +3,7 @@
 Whoever watches an engine writes one `ServedWindow` a line to `<home>/served/<model>.jsonl` (`note_window`): what the
 engine counted between two looks at its counters. `judge` compares the acceptance length (AL) of the newest windows with
 the registered one, by intervals; `follow` makes of a row of such verdicts one incident until it is over.
+Whoever judges keeps the incident in `<home>/served/<model>.incident.json` (`note_incident`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class DriftConfig(StrictModel):
     margin: float = Field(
         0.10, ge=0, lt=1, description="tolerated relative loss: traffic is never quite like the prompts of the gate"
     )
-    minutes: float = Field(60, gt=0, description="how far back windows count")
+    minutes: float = Field(240, gt=0, description="how far back windows count")
     min_drafts: int = Field(2000, ge=1, description="fewer drafting steps tell nothing")
     min_windows: int = Field(10, ge=2, description="fewer windows tell nothing: the interval is resampled over them")
     confidence: float = Field(0.99, gt=0.5, lt=1, description="of the two-sided interval of the served AL")
@@ -156,9 +157,32 @@ def read_windows(home: Path, model: str) -> tuple[ServedWindow, ...]:
     return tuple(window for line in lines if (window := _window(line)) is not None)
 
 
+def read_incident(home: Path, model: str, version: str | None) -> Incident | None:
+    """The open incident of the version that serves, if there is one."""
+    try:
+        found = Incident.model_validate_json(_incident_path(home, model).read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+    return found if found.version == version else None
+
+
+def note_incident(home: Path, model: str, incident: Incident | None) -> None:
+    """Keep what `follow` says: an incident that is open, or that none is."""
+    path = _incident_path(home, model)
+    if incident is None:
+        path.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, lambda part: part.write_text(incident.model_dump_json()))
+
+
 def windows_path(home: Path, model: str) -> Path:
     """Where the windows of a registered model lie."""
     return home / "served" / f"{model}.jsonl"
+
+
+def _incident_path(home: Path, model: str) -> Path:
+    return home / "served" / f"{model}.incident.json"
 
 
 def _window(line: bytes) -> ServedWindow | None:

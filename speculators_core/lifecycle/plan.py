@@ -1,22 +1,26 @@
 """A plan: what would be done, why, how long it takes and what it costs; and whether the world is still the planned one.
 
-Nothing here reads a store or a registry: the facts are handed in. Rates are those measured by earlier runs.
+Nothing here reads a registry, and only `recorded` a store: the facts are handed in. Rates are those of earlier runs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from speculators_core.lifecycle.changes import Action, Change, LifecycleConfig
+from speculators_core.lifecycle.budget import Amount
+from speculators_core.lifecycle.changes import Action, Change
+from speculators_core.store import Store
 from speculators_core.types import StrictModel
 from speculators_core.verifier.difference import PartChange
 from speculators_core.verifier.fingerprint import PARTS
 
 FORMAT = 1
+MADE_OF = "made_of"
+"""Key of a manifest's meta under which `MadeOf` is kept."""
 StageState = Literal["cached", "run", "if needed"]
 
 
@@ -30,6 +34,12 @@ class PlannedStage(StrictModel):
     num_bytes: int | None = Field(None, description="bytes of hidden states that it stores")
     seconds: float | None = Field(None, description="from the rates of earlier runs")
     cost: float | None = Field(None, description="seconds at the recipe's price")
+
+    @property
+    def amount(self) -> Amount:
+        """Its numbers for sums, in which the unknown counts as nothing."""
+        likely = Estimate(self.tokens, self.num_bytes, self.seconds)
+        return likely.amount.model_copy(update={"cost": self.cost or 0.0})
 
 
 class Facts(StrictModel):
@@ -86,6 +96,29 @@ def moved(then: Facts, now: Facts) -> tuple[str, ...]:
     return tuple(found)
 
 
+class MadeOf(StrictModel):
+    """What decided an artifact's key, by name, so that a later miss can say what changed; and what it took."""
+
+    stage: str
+    inputs: dict[str, str] = Field(description="digests of what went in")
+    settings: dict[str, Any] = Field(description="the recipe's values and package versions in the key")
+    seconds: float | None = Field(None, description="wall-clock time of the attempt that finished it")
+    finished: float | None = Field(None, description="when that was, in seconds since 1970")
+
+
+class Estimate(NamedTuple):
+    """What a stage will take; None for what nothing measured can tell."""
+
+    tokens: int | None = None
+    num_bytes: int | None = None
+    seconds: float | None = None
+
+    @property
+    def amount(self) -> Amount:
+        """The same for sums, in which the unknown counts as nothing."""
+        return Amount(seconds=self.seconds or 0.0, tokens=self.tokens or 0, num_bytes=self.num_bytes or 0)
+
+
 class Recorded(StrictModel):
     """What an artifact of the store says it was made of, and what it took."""
 
@@ -95,6 +128,22 @@ class Recorded(StrictModel):
     seconds: float | None
     finished: float = Field(description="seconds since 1970; 0 where unknown")
     meta: dict[str, Any] = Field(description="its stage's summary")
+
+
+def recorded(store: Store) -> Iterator[Recorded]:
+    """What each artifact of a store says of itself."""
+    for ref in store.artifacts():
+        meta = dict(store.manifest(ref).meta)
+        kept = meta.pop(MADE_OF, None)
+        made = None if kept is None else MadeOf.model_validate(kept)
+        yield Recorded(
+            kind=ref.kind,
+            inputs=None if made is None else made.inputs,
+            settings={} if made is None else made.settings,
+            seconds=None if made is None else made.seconds,
+            finished=(made.finished or 0.0) if made else 0.0,
+            meta=meta,
+        )
 
 
 def why_missing(inputs: Mapping[str, str], settings: Mapping[str, Any], earlier: Sequence[Recorded]) -> str:
@@ -143,9 +192,8 @@ def _shown(value: Any) -> str:
 class Rates:
     """Seconds of each stage from what earlier runs of this state root took, the newest first."""
 
-    def __init__(self, recorded: Iterable[Recorded], lifecycle: LifecycleConfig) -> None:
+    def __init__(self, recorded: Iterable[Recorded]) -> None:
         self._newest: dict[str, Recorded] = {}
-        self._price = lifecycle.price_per_hour
         for item in sorted(recorded, key=lambda item: item.finished):
             self._newest[item.kind] = item
 
@@ -167,8 +215,3 @@ class Rates:
         """A value of the newest artifact's summary."""
         item = self._newest.get(kind)
         return None if item is None else item.meta.get(name)
-
-    def cost(self, stage: str, seconds: float | None) -> float | None:
-        """Price of a stage; None where price or time is not known."""
-        price = self._price if not isinstance(self._price, dict) else self._price.get(stage, self._price.get("other"))
-        return None if price is None or seconds is None else round(price * seconds / 3600, 4)

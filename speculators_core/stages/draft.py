@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speculators_core.lifecycle.plan import Estimate
 from speculators_core.provenance import versions
 from speculators_core.run import Run, StageResult, WarmStart, produce
+from speculators_core.stages.expected import train_estimate
 from speculators_core.stages.versions import VERSIONS
 from speculators_core.store import input_digest
 from speculators_core.types import ArtifactRef, Json
@@ -66,10 +68,13 @@ def train(run: Run, states: ArtifactRef) -> StageResult:
         from speculators_core.training_process import run_training
 
         request = train_request(run, run.store.path(states), workspace, start)
-        report = run_training(request, run.home, run.progress).model_dump(mode="json")
+        report = run_training(request, run.home, run.advance).model_dump(mode="json")
         return {**report, "began_from": None if start is None else start.model_dump(mode="json", include=BEGAN)}
 
-    return produce(run, "train", "training", key, inputs, build, settings=settings)
+    def expected() -> Estimate:
+        return train_estimate(run, run.store.manifest(states).meta.get("tokens"))
+
+    return produce(run, "train", "training", key, inputs, build, settings=settings, expected=expected)
 
 
 def export(run: Run, training: ArtifactRef) -> StageResult:

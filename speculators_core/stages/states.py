@@ -12,8 +12,10 @@ from speculators_core.config import Recipe
 from speculators_core.data.conversations import read_conversations
 from speculators_core.data.rows import RowSet
 from speculators_core.errors import ConfigError
+from speculators_core.lifecycle.plan import Estimate
 from speculators_core.provenance import versions
 from speculators_core.run import Run, StageResult, produce, together
+from speculators_core.stages.expected import capture_estimate
 from speculators_core.stages.versions import VERSIONS
 from speculators_core.store import input_digest
 from speculators_core.types import ArtifactRef, Json
@@ -60,7 +62,7 @@ def regenerate(run: Run) -> StageResult:
             home=run.home,
             template_kwargs=config.template_kwargs,
             trust_remote_code=run.recipe.verifier.trust_remote_code,
-            progress=run.progress,
+            progress=run.advance,
         )
         replies.publish_replies(records / replies.REPLIES, workspace / replies.REPLIES)
         return report.model_dump(mode="json")
@@ -146,13 +148,16 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
             home=run.home,
             trust_remote_code=run.recipe.verifier.trust_remote_code,
             check=lambda engine: require_same_rendering(run, rows, engine),
-            progress=run.progress,
+            progress=run.advance,
         )
         if records is not None:
             shutil.rmtree(records, ignore_errors=True)  # they are in the set
         return report.model_dump(mode="json")
 
-    return produce(run, "capture", "states", key, inputs, build, settings=settings)
+    def expected() -> Estimate:
+        return capture_estimate(run, run.store.manifest(dataset).meta.get("tokens"))
+
+    return produce(run, "capture", "states", key, inputs, build, settings=settings, expected=expected)
 
 
 def records_of(run: Run, key: str) -> Path:

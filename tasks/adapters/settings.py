@@ -9,6 +9,7 @@ environment once. It only fills in what is unset, so whatever the user set stays
     MLFLOW_EXPERIMENT_NAME experiment of the runs                    default draftsmith
     PREFECT_HOME           Prefect's state                           default <home>/prefect, never ~/.prefect
     PREFECT_API_URL        a Prefect server that somebody runs       default none: a private one for each command
+    DRAFTSMITH_SITE        the installation's file                   default deployments/site.yaml, where that exists
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Settings(StrictModel):
     experiment: str = Field(description="MLflow experiment that holds the runs")
     prefect_home: Path = Field(description="Prefect's own directory")
     prefect_api_url: str | None = Field(description="a running Prefect server; None: start a private one")
+    site: Path = Field(description="the installation's file: pools, watched recipes, who is told")
 
     @property
     def locks(self) -> Path:
@@ -85,6 +87,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         experiment=value("MLFLOW_EXPERIMENT_NAME") or "draftsmith",
         prefect_home=Path(value("PREFECT_HOME") or home / "prefect").expanduser().absolute(),
         prefect_api_url=value("PREFECT_API_URL"),
+        site=Path(value("DRAFTSMITH_SITE") or "deployments/site.yaml").absolute(),
     )
 
 

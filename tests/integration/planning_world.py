@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -97,10 +97,23 @@ class World:
 
 @dataclass
 class Runtime:
-    """A server that answers as vLLM does when it is asked for its version."""
+    """A server that answers as vLLM does when it is asked for its version or its counters; and takes messages."""
 
     url: str = ""
     version: str = "0.32.0"
+    drafts: int = 0
+    accepted: int = 0
+    received: list[dict[str, Any]] = field(default_factory=list)
+    """Bodies of what was posted to it."""
+
+    def serve_traffic(self, drafts: int, al: float) -> None:
+        """Count so many drafts with this acceptance length."""
+        self.drafts += drafts
+        self.accepted += round(drafts * (al - 1))
+
+    def metrics(self) -> str:
+        counts = {"drafts": self.drafts, "accepted_tokens": self.accepted}
+        return "".join(f'vllm:spec_decode_num_{name}_total{{engine="0"}} {n}.0\n' for name, n in counts.items())
 
 
 @contextmanager
@@ -111,7 +124,15 @@ def serve_runtime() -> Iterator[Runtime]:
         def log_message(self, *args: object) -> None: ...
 
         def do_GET(self) -> None:
-            body = json.dumps({"version": runtime.version}).encode()
+            version = json.dumps({"version": runtime.version})
+            self.answer(runtime.metrics() if self.path == "/metrics" else version)
+
+        def do_POST(self) -> None:
+            runtime.received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.answer("")
+
+        def answer(self, text: str) -> None:
+            body = text.encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from speculators_core.errors import ConfigError, RegistryError
+from speculators_core.lifecycle.plan import MADE_OF, MadeOf
 from speculators_core.lifecycle.promotion import CHAMPION
-from speculators_core.run import MADE_OF, MadeOf
 from speculators_core.store import Store
 from speculators_core.types import ArtifactRef
 from tasks import retention

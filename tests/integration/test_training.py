@@ -17,14 +17,14 @@ import safetensors.torch
 import torch
 
 from speculators_core.build import export, train
-from speculators_core.errors import ConfigError, Interrupted, TrainingError
+from speculators_core.errors import BudgetError, ConfigError, Interrupted, TrainingError
 from speculators_core.formats.card import ModelCard
 from speculators_core.states.collect import Collector
 from speculators_core.states.shards import RowContent, StatesFacts
 from speculators_core.training import checkpoints
 from speculators_core.training.callbacks.metrics_log import read_metrics
 from speculators_core.training.request import TrainRequest
-from speculators_core.training_process import EXIT_INTERRUPTED, read_outcome, train_command
+from speculators_core.training_process import EXIT_INTERRUPTED, read_outcome, run_training, train_command
 from tests.environment import ROOT, child_environment
 
 VOCABULARY, HIDDEN, LAYERS = 96, 32, 6
@@ -143,6 +143,10 @@ def last_checkpoint(output: str | Path) -> dict[str, torch.Tensor]:
     return {f"{part}/{name}": value for part in ("model", "optimizer") for name, value in tensors[part].items()}
 
 
+def last_step(output: str | Path) -> int:
+    return max(line["step"] for line in read_metrics(Path(output) / "metrics.jsonl"))
+
+
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys() and len(a) > 20
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
@@ -184,6 +188,28 @@ def test_killed_in_the_middle_the_rerun_ends_as_if_nothing_had_happened(
     for report in (ours, theirs):
         del report["seconds"], report["tokens_per_s"]
     assert ours == theirs
+
+
+def test_a_used_up_budget_ends_at_a_checkpoint_and_nothing_is_lost(
+    ask: Callable[..., TrainRequest], tmp_path: Path
+) -> None:
+    """What stops it is raised by the progress callback; the same request goes on and ends as if it never had been."""
+    long = {"epochs": 60}
+    uninterrupted, request = ask("whole", training=long), ask("budgeted", training=long)
+    train(uninterrupted)
+    reached: list[int] = []
+
+    def used_up(done: int, total: int) -> None:
+        reached.append(done)
+        raise BudgetError("used up")
+
+    with pytest.raises(BudgetError):
+        run_training(request, tmp_path / "home", used_up)
+    found, _ = checkpoints.latest(Path(request.output) / "checkpoints")
+    assert found is not None
+    assert reached[0] <= checkpoints.load(found).state["position"]["step"] < last_step(uninterrupted.output)
+    run_training(request, tmp_path / "home")
+    assert_same(last_checkpoint(uninterrupted.output), last_checkpoint(request.output))
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -16,9 +16,9 @@ CHILDREN = Path(__file__).with_name("watch_children.py")
 Steps = list[dict[str, Any]]
 
 
-def run(name: str, root: Path) -> Steps:
+def run(name: str, root: Path, **variables: str) -> Steps:
     root.mkdir()
-    environ = child_environment(root / "home") | {"NO_PROXY": "*", "no_proxy": "*"}
+    environ = child_environment(root / "home") | {"NO_PROXY": "*", "no_proxy": "*"} | variables
     done = subprocess.run(
         [sys.executable, str(CHILDREN), name, str(root)],
         cwd=ROOT, env=environ, capture_output=True, text=True, timeout=600, check=False,
@@ -108,3 +108,16 @@ def test_a_champion_is_kept_where_it_holds_and_only_there(tmp_path: Path) -> Non
     assert held["action"] == "nothing" and "has passed the champion" in held["reasons"][-1]
     assert fell["state"] == "Failed" and fell["kept"] is None, "it went on to train, and this runtime has no engine"
     assert fell["action"] == "retrain" and "acceptance length fell from 1.600" in fell["reasons"][-1]
+
+
+def test_a_fall_of_served_acceptance_is_answered_and_told_once(tmp_path: Path) -> None:
+    steps = run("drifted", tmp_path / "world", DRAFTSMITH_SITE=str(tmp_path / "site.yaml"))
+    assert step(steps, "as registered")["state"] == "steady" and step(steps, "as registered")["action"] == "nothing"
+    fallen, still, over = (step(steps, name) for name in ("fallen", "still fallen", "recovered"))
+    assert (fallen["state"], fallen["action"], fallen["changes"]) == ("drifted", "re-evaluate", ["traffic"])
+    assert still["outcome"] == "exists", "one run for one incident"
+    assert fallen["messages"] == still["messages"] == over["messages"] == ["chat: traffic.drifted (version 1)"]
+    assert "against 1.600 registered" in fallen["said"][0]
+    assert (over["state"], over["action"], over["superseded"]) == ("steady", "nothing", 1)
+    away = step(steps, "away")
+    assert away["state"] == "Failed" and "the counters of chat cannot be read" in away["message"]

@@ -6,6 +6,7 @@ Each function prints one line of JSON for every step; the tests say what they mu
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -42,8 +43,9 @@ def story(root: str) -> None:
 
         from flows.deploy import deployments
         from flows.watch import watch
-        from tasks.deploying import Site, Watch, apply, differences
+        from tasks.deploying import apply, differences
         from tasks.runs import find_runs
+        from tasks.site import Site, Watch
 
         recipe = str(world.recipe)
         site = Site(watch=Watch(recipes=(recipe,)))
@@ -109,6 +111,49 @@ def story(root: str) -> None:
         emitted()
 
 
+def drifted(root: str) -> None:
+    """Served acceptance falls, is told once and answered once, and is over when it has recovered."""
+    with prefect_api(settings()) as api, serve_runtime() as runtime:
+        world = World(Path(root), runtime.url)
+        with world.recipe.open("a") as file:
+            file.write("lifecycle: {drift: {min_windows: 4, min_drafts: 300}}\n")
+        site = settings().site
+        site.write_text("watch: {recipes: [x]}\nnotify: [{url_variable: ONCALL}]\n")
+        os.environ["ONCALL"] = runtime.url.replace("http", "json") + "/hook/to-be-kept-secret"
+        world.register(**{"al": "1.60", "al.low": "1.55"})
+        api.wait()
+        from flows.deploy import deployments
+        from flows.watch import watch
+        from tasks.deploying import apply
+        from tasks.site import read_site
+
+        apply(read_site(site), deployments(read_site(site), settings(), Path.cwd()))
+
+        def look(step: str, drafts: int, al: float, times: int) -> None:
+            for _ in range(times):
+                runtime.serve_traffic(drafts, al)
+                (reaction,) = watch([str(world.recipe)], metrics={MODEL: f"{runtime.url}/metrics"})
+            found = reaction.finding
+            assert found.traffic is not None
+            note(
+                step,
+                state=found.traffic.state,
+                action=found.action,
+                changes=found.changes,
+                outcome=reaction.outcome,
+                superseded=len(reaction.superseded),
+                messages=[message["title"] for message in runtime.received],
+                said=[message["message"] for message in runtime.received],
+            )
+
+        look("as registered", 100, 1.6, 6)
+        look("fallen", 1000, 1.2, 8)
+        look("still fallen", 1000, 1.2, 1)
+        look("recovered", 50_000, 1.6, 6)
+        away: Any = watch([str(world.recipe)], metrics={MODEL: "http://127.0.0.1:9/metrics"}, return_state=True)
+        note("away", state=away.name, message=str(away.message))
+
+
 def backfilled(world: World) -> None:
     """A backfill of two recipes and two algorithms; then its hook."""
     from types import SimpleNamespace
@@ -161,9 +206,10 @@ def served(root: str) -> None:
         from prefect.client.orchestration import get_client
 
         from flows.deploy import deployments
-        from tasks.deploying import Site, Watch, apply
+        from tasks.deploying import apply
         from tasks.requests import UpkeepRequest
         from tasks.runs import UPKEEP_DEPLOYMENT, ensure_run
+        from tasks.site import Site, Watch
 
         site = Site(watch=Watch(recipes=(str(world.recipe),)))
         apply(site, deployments(site, settings(), Path.cwd()))

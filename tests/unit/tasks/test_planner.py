@@ -10,8 +10,8 @@ import pytest
 
 from speculators_core import stages
 from speculators_core.config import load_recipe
-from speculators_core.lifecycle.plan import PlannedStage
-from speculators_core.run import MADE_OF, NotProduced, Run
+from speculators_core.lifecycle.plan import MADE_OF, PlannedStage
+from speculators_core.run import NotProduced, Run
 from speculators_core.store import input_digest
 from tasks.planner import Champion, Planner
 from tests.integration.planning_world import World, serve_runtime

@@ -16,6 +16,7 @@ from speculators_core.lifecycle.changes import (
     decide_action,
     tags_of,
 )
+from speculators_core.lifecycle.drift import Incident
 from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, RUNTIME_TAG, Cell, Pair
 from speculators_core.verifier.fingerprint import PARTS, Fingerprint
 
@@ -137,6 +138,22 @@ def test_a_champion_that_was_measured_here_since_is_judged_by_that(
     assert found.action == action
     tried = decide_action(proven, now, OnChange(), margin=0.03, tried="9")
     assert tried.action == "nothing" and (action == "nothing" or "version 9 was trained" in tried.reasons[-1])
+
+
+def test_a_fall_of_served_acceptance_is_answered_anew() -> None:
+    now = world()
+    cell = Cell(
+        pair=Pair(verifier_fingerprint=now.verifier.digest, runtime_key=now.runtime_key), outcome="pass", al=1.6
+    )
+    proven = Proven.of_tags("7", tags(now) | {"al": "1.60", cell.tag: cell.model_dump_json()})
+    incident = Incident(version="7", since=1.0, reason="served acceptance length 1.2")
+    found = decide_action(proven, now, OnChange(), margin=0.03, tried="9", incident=incident)
+    assert (found.changes, found.action) == (("traffic",), "re-evaluate")
+    assert found.reasons == ("served acceptance length 1.2",)
+    told = OnChange(traffic="retrain")
+    assert decide_action(proven, now, told, margin=0.03, tried="9", incident=incident).action == "retrain"
+    assert decide_action(proven, world("tokenizer"), told, margin=0.03, incident=incident).action == "retrain-new-head"
+    assert decide_action(proven, now, OnChange(traffic="nothing"), margin=0.03, incident=incident).action == "nothing"
 
 
 def test_the_recipe_names_a_wrong_action() -> None:

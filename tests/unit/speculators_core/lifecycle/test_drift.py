@@ -76,6 +76,15 @@ def test_one_incident_until_it_is_over() -> None:
     assert again is not None and again.since == 11.0
 
 
+def test_the_open_incident_is_kept_for_the_version_that_serves(tmp_path: Path) -> None:
+    incident = Incident(version="1", since=5.0, reason="drifted")
+    drift.note_incident(tmp_path, "chat", incident)
+    assert drift.read_incident(tmp_path, "chat", "1") == incident
+    assert drift.read_incident(tmp_path, "chat", "2") is None and drift.read_incident(tmp_path, "talk", "1") is None
+    drift.note_incident(tmp_path, "chat", None)
+    assert drift.read_incident(tmp_path, "chat", "1") is None
+
+
 def test_counters_become_windows_over_restarts() -> None:
     def reading(time: float, drafts: int, version: str = "1") -> CounterReading:
         return CounterReading(version=version, time=time, drafts=drafts, accepted=drafts // 2)

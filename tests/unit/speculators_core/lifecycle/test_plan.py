@@ -65,18 +65,22 @@ def test_a_digest_of_things_that_are_named_is_not_named_itself() -> None:
     assert found == "changed: verifier b → c"
 
 
-def test_times_come_from_the_newest_run_and_cost_from_its_price() -> None:
+def test_times_come_from_the_newest_run() -> None:
     old = recorded("states", meta={"tokens": 100, "seconds": 100.0})
     new = recorded("states", finished=2, meta={"tokens": 1000, "seconds": 10.0})
     whole = recorded("preflight", seconds=90.0, meta={"seconds": 80.0})
-    rates = Rates([new, old, whole], LifecycleConfig(price_per_hour=3.6))
+    rates = Rates([new, old, whole])
     assert rates.of_tokens("states", 5000) == 50.0
     assert rates.of_tokens("training", 5000) is None and rates.of_tokens("states", None) is None
     assert rates.whole("preflight") == 90.0 and rates.whole("draft") is None
-    assert rates.cost("capture", 1000) == 1.0 and rates.cost("capture", None) is None
-    table = Rates([], LifecycleConfig(price_per_hour={"capture": 36.0, "other": 3.6}))
-    assert (table.cost("capture", 100), table.cost("train", 100)) == (1.0, 0.1)
-    assert Rates([], LifecycleConfig()).cost("train", 100) is None
+
+
+def test_a_price_comes_from_the_table() -> None:
+    flat = LifecycleConfig(price_per_hour=3.6)
+    assert flat.price("capture", 1000) == 1.0 and flat.price("capture", None) is None
+    table = LifecycleConfig(price_per_hour={"capture": 36.0, "evaluate": 72.0, "other": 3.6})
+    assert [table.price(stage, 100) for stage in ("capture", "train", "measure")] == [1.0, 0.1, 2.0]
+    assert LifecycleConfig().price("train", 100) is None
 
 
 def test_a_sum_is_of_what_is_known() -> None:

@@ -1,0 +1,64 @@
+"""`deployments/site.yaml`: everything about an installation that is neither code nor a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from speculators_core.config import read_yaml, validate
+from speculators_core.types import StrictModel
+
+EventName = Literal[
+    "verifier.changed", "engine.changed", "traffic.drifted", "gate.refused", "draft.promoted", "draft.rolled-back",
+    "budget.exceeded",
+]  # fmt: skip
+
+
+class Pool(StrictModel):
+    """A work pool of processes: one for each kind of hardware."""
+
+    name: str = Field(description="as `prefect worker start --pool` names it")
+    limit: int = Field(1, ge=1, description="runs at once")
+
+
+class Watch(StrictModel):
+    """What is watched, and when."""
+
+    recipes: tuple[str, ...] = Field(min_length=1, description="recipe files, relative to where the workers run")
+    cron: str = Field("*/15 * * * *", description="when to look")
+    timezone: str = Field("UTC", description="of the cron expression")
+    metrics: dict[str, str] = Field(
+        default_factory=dict,
+        description="deployment: address of the /metrics of the engine that serves it; `draftsmith serve` needs none",
+    )
+
+
+class Channel(StrictModel):
+    """Where messages go. The file names a variable and holds no secret: it is checked in."""
+
+    url_variable: str = Field(
+        pattern=r"^[A-Z][A-Z0-9_]*$",
+        description="environment variable with an address as apprise writes it: jsons://host/path for a plain webhook, "
+        "slack://…, mailto://… (read where commands and workers run)",
+    )
+    events: tuple[EventName, ...] | None = Field(None, description="which; null: all")
+
+
+class Site(StrictModel):
+    """`deployments/site.yaml`: everything about a Prefect installation that is not code."""
+
+    watch: Watch
+    train_pool: Pool = Field(Pool(name="draftsmith-train"), description="where drafts are captured for and trained")
+    watch_pool: Pool = Field(Pool(name="draftsmith-watch"), description="for short runs that only look or start others")
+    notify: tuple[Channel, ...] = Field((), description="who is told of what happened, one message an incident")
+    zombie_minutes: float = Field(
+        15, ge=9, description="a run without a heartbeat for so long is marked crashed (a beat is 3 minutes)"
+    )
+
+
+def read_site(path: Path) -> Site:
+    """Read the site's file. ConfigError names what is wrong with it."""
+    content = read_yaml(path)
+    return validate(Site, content if isinstance(content, dict) else {}, where=str(path))
