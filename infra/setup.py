@@ -6,6 +6,7 @@ its own, so the two can't share one. Standard library only, since nothing is ins
     python3 infra/setup.py               # both environments
     python3 infra/setup.py --verifier    # also the small verifier that the demo and the tests use
     python3 infra/setup.py --peer        # also the other trainer, for `draftsmith bench train --against-peer`
+    python3 infra/setup.py --second-vllm # also an older vLLM (CPU build), for `draftsmith demo --story`
 
 Every version is read from pyproject.toml and hs_connectors/pyproject.toml; pip's own
 configuration (indexes, constraints, caches) is honoured. DRAFTSMITH_ENGINE=cpu|gpu overrides the look for a GPU.
@@ -24,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MAIN, ENGINE, PEER = ROOT / ".venv", ROOT / ".venv-vllm", ROOT / ".venv-peer"
+SECOND_ENGINE = ROOT / ".venv-vllm-second"
 STAMP = ".draftsmith-setup"
 OPTIONAL_FOR_VLLM = ("torchvision", "torchaudio", "torchcodec")
 DEMO_VERIFIER = "SmolLM2-135M-Instruct"
@@ -38,6 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verifier", action="store_true", help="also make the demo's verifier")
     parser.add_argument("--peer", action="store_true", help="also make the environment of the trainer to compare with")
+    parser.add_argument("--second-vllm", action="store_true", help="also make an environment with an older vLLM")
     options = parser.parse_args()
     try:
         if sys.version_info < (3, 11):
@@ -51,6 +54,8 @@ def main() -> int:
             make_demo_verifier()
         if options.peer:
             make_peer_environment()
+        if options.second_vllm:
+            make_second_engine_environment()
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
@@ -58,29 +63,33 @@ def main() -> int:
 
 
 def install_debian_packages() -> None:
-    """Install what infra/apt.txt lists under [base] and is missing; without root, print the command."""
+    """Install what infra/apt.txt lists and is missing; without root, print the command (an error for [base] only)."""
     if shutil.which("dpkg-query") is None:
         return
-    missing = [name for name in read_packages("base") if not is_installed(name)]
+    missing = [name for name in read_packages("base", "mooncake") if not is_installed(name)]
     if not missing:
         return
     if os.geteuid() != 0:
-        raise SetupError(f"as root, run once: apt-get install -y {' '.join(missing)}")
+        command = f"as root, run once: apt-get install -y {' '.join(missing)}"
+        if set(missing) & set(read_packages("base")):
+            raise SetupError(command)
+        say(f"for Mooncake and its tests, {command}")
+        return
     say(f"Debian packages: {' '.join(missing)}")
     run(["apt-get", "update", "-qq"], "apt-get update")
     install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing]
     run(install, "apt-get install", env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
 
 
-def read_packages(feature: str) -> list[str]:
-    """Names under the `[feature]` heading of infra/apt.txt."""
+def read_packages(*features: str) -> list[str]:
+    """Names under the `[feature]` headings of infra/apt.txt."""
     names: list[str] = []
     current = None
     for line in (ROOT / "infra" / "apt.txt").read_text().splitlines():
         text = line.split("#")[0].strip()
         if text.startswith("["):
             current = text.strip("[]")
-        elif text and current == feature:
+        elif text and current in features:
             names.append(text)
     return names
 
@@ -109,7 +118,7 @@ def make_engine_environment() -> None:
     if is_current(ENGINE, wanted):
         return
     create(ENGINE)
-    connectors = f"{ROOT / 'hs_connectors'}[{kind}]"
+    connectors = f"{ROOT / 'hs_connectors'}[{kind},fast,mooncake,s3]"
     pip(ENGINE, ["-e", connectors, requirement("transformers")])
     mend_torchvision(ENGINE)
     check = run(
@@ -117,6 +126,17 @@ def make_engine_environment() -> None:
     )
     say(f"engine: vLLM {check.strip().splitlines()[-1]} ({kind})")
     (ENGINE / STAMP).write_text(wanted)
+
+
+def make_second_engine_environment() -> None:
+    """`.venv-vllm-second`: what a change of nothing but vLLM's version is tried with, always the CPU build."""
+    wanted = digest(ROOT / "pyproject.toml", ROOT / "hs_connectors" / "pyproject.toml", Path(__file__))
+    if is_current(SECOND_ENGINE, wanted):
+        return
+    create(SECOND_ENGINE)
+    pip(SECOND_ENGINE, ["-e", str(ROOT / "hs_connectors"), *settings("second-vllm"), requirement("transformers")])
+    mend_torchvision(SECOND_ENGINE)
+    (SECOND_ENGINE / STAMP).write_text(wanted)
 
 
 def mend_torchvision(environment: Path) -> None:

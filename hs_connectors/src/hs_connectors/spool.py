@@ -21,9 +21,32 @@ _RETRY_MARKERS_S = 1.0
 
 
 @dataclass(frozen=True)
+class SpoolState:
+    """What a spool has done since it was made, and what waits in it now.
+
+    written and failed: records · num_bytes: written, as submitted · lag_s: from submission to being visible, summed
+    over written records · waiting, waiting_bytes, oldest_s: records not yet written, their bytes, age of the oldest.
+    """
+
+    written: int
+    failed: int
+    num_bytes: int
+    lag_s: float
+    waiting: int
+    waiting_bytes: int
+    oldest_s: float
+
+
+@dataclass(frozen=True)
 class _Job:
     key: str
     produce: Callable[[], Record]
+
+
+@dataclass(frozen=True)
+class _Open:
+    num_bytes: int
+    since: float
 
 
 class Spool:
@@ -44,7 +67,9 @@ class Spool:
         self._on_thread_start = on_thread_start
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._open: dict[str, int] = {}
+        self._open: dict[str, _Open] = {}
+        self._waiting_bytes = 0
+        self._written, self._failed, self._num_bytes, self._lag_s = 0, 0, 0, 0.0
         self._markers: dict[str, str] = {}
         self._trouble: str | None = None
         self._threads = [
@@ -58,15 +83,30 @@ class Spool:
         """Why the store takes not even error markers at present; None while it does."""
         return self._trouble
 
+    def state(self) -> SpoolState:
+        """Counts and what waits, at one moment."""
+        with self._changed:
+            oldest = next(iter(self._open.values()), None)
+            return SpoolState(
+                self._written,
+                self._failed,
+                self._num_bytes,
+                self._lag_s,
+                len(self._open),
+                self._waiting_bytes,
+                time.monotonic() - oldest.since if oldest else 0.0,
+            )
+
     def has_room(self, num_bytes: int) -> bool:
         """Whether a record of that size may be submitted now."""
         with self._changed:
-            return not self._open or sum(self._open.values()) + num_bytes <= self._max_bytes
+            return not self._open or self._waiting_bytes + num_bytes <= self._max_bytes
 
     def submit(self, key: str, num_bytes: int, produce: Callable[[], Record]) -> None:
         """Queue a record; `produce` runs in a writer thread and may wait there for a copy to end."""
         with self._changed:
-            self._open[key] = num_bytes
+            self._open[key] = _Open(num_bytes, time.monotonic())
+            self._waiting_bytes += num_bytes
         self._jobs.put(_Job(key, produce))
 
     def fail(self, key: str, message: str) -> None:
@@ -117,8 +157,17 @@ class Spool:
             if message is not None:
                 self._mark(job.key, message)
             with self._changed:
-                self._open.pop(job.key, None)
+                self._count(self._open.pop(job.key), message is None)
                 self._changed.notify_all()
+
+    def _count(self, done: _Open, written: bool) -> None:
+        self._waiting_bytes -= done.num_bytes
+        if written:
+            self._written += 1
+            self._num_bytes += done.num_bytes
+            self._lag_s += time.monotonic() - done.since
+        else:
+            self._failed += 1
 
     def _mark(self, key: str, message: str) -> None:
         log.error("hidden states not written key=%s cause=%s", key, message)

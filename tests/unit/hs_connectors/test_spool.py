@@ -121,3 +121,20 @@ def test_a_record_that_could_not_be_copied_fails() -> None:
     with pytest.raises(CaptureFailed, match="no memory"):
         open_reader("memory", {"space": "copy"}).get(Handle("memory", "key"), 10)
     spool.close(10)
+
+
+def test_a_spool_says_what_it_did_and_what_waits() -> None:
+    writer, spool = make_spool("state", threads=1)
+    for i in range(3):
+        spool.submit(f"k{i}", 30, make_record)
+    spool.fail("bad", "no memory for the copy")
+    time.sleep(0.05)
+    state = spool.state()
+    assert (state.written, state.failed, state.waiting, state.waiting_bytes) == (0, 0, 4, 90)
+    assert 0.05 <= state.oldest_s < 5
+    writer.gate.set()
+    wait_until(lambda: spool.state().waiting == 0)
+    state = spool.state()
+    assert (state.written, state.failed, state.num_bytes, state.waiting_bytes, state.oldest_s) == (3, 1, 90, 0, 0)
+    assert 0.15 <= state.lag_s < 30
+    spool.close(10)

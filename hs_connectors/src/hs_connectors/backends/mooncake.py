@@ -18,16 +18,18 @@ little-endian double, then the payload. A master that comes back has forgotten i
 from __future__ import annotations
 
 import argparse
+import atexit
 import ctypes
 import json
 import logging
 import signal
+import socket
 import struct
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,6 +52,8 @@ _DEFAULTS: Mapping[str, Any] = {
     "buffer_mib": 512,
     "full_timeout_s": 60.0,
 }
+_OF_CONNECTION = ("local_hostname", "metadata_server", "segment_mib", "buffer_mib", "protocol", "rdma_devices")
+_CONNECTING = threading.Lock()
 _ADMIN_PORT = 9003
 _PREFIX = struct.Struct("<8sd")
 _RECORD, _ERROR, _FACTS = b"record  ", b"error   ", b"facts   "
@@ -63,6 +67,7 @@ _NAMES = {
 }
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _LISTED_AT_ONCE = 256
+_CONNECT_S = 5.0
 
 
 class MooncakeBackend:
@@ -80,31 +85,13 @@ class MooncakeBackend:
         self._space = check_key(str(self._config["space"]))
         self._master = str(self._config["master"])
         self._admin = str(self._config["admin"]) or f"{self._master.rpartition(':')[0]}:{_ADMIN_PORT}"
-        self._connecting = threading.Lock()
         self._replicas = ReplicateConfig()
         self._replicas.with_hard_pin = True
 
-    @cached_property
-    def _connection(self) -> Any:
-        config = self._config
-        store = MooncakeDistributedStore()
-        status = store.setup(
-            config["local_hostname"],
-            config["metadata_server"],
-            int(config["segment_mib"]) << 20,
-            int(config["buffer_mib"]) << 20,
-            config["protocol"],
-            config["rdma_devices"],
-            self._master,
-        )
-        if status:
-            raise self._refused("cannot be reached", status)
-        return store
-
     @property
     def _store(self) -> Any:
-        with self._connecting:
-            return self._connection
+        with _CONNECTING:
+            return _connect(self._master, *(self._config[name] for name in _OF_CONNECTION))
 
     def prepare(self) -> None:
         """Connect, and prove that somebody lends memory; the master itself forgets puts that were never finished."""
@@ -233,11 +220,41 @@ class MooncakeBackend:
         return _PREFIX.iter_unpack(bytes(buffer))
 
     def _refused(self, what: str, status: int) -> StorageError:
-        return StorageError(
-            f"the store {self._where} {what}: {_NAMES.get(status, 'refused')} (status {status})",
-            mend="does mooncake_master run there, and a process that lends memory "
-            "(python -m hs_connectors.backends.mooncake)? Do readers delete what they have read?",
-        )
+        return _refused(self._where, what, status)
+
+
+@cache
+def _connect(
+    master: str,
+    local_hostname: str,
+    metadata_server: str,
+    segment_mib: int,
+    buffer_mib: int,
+    protocol: str,
+    rdma_devices: str,
+) -> Any:
+    """The process's one client of a master: it has threads and a buffer of its own, and finds a lost master again."""
+    host, _, port = master.rpartition(":")
+    try:  # the client itself would try for a minute and a half
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise _refused(f"mooncake {master}", f"cannot be reached ({error})", _NO_ANSWER) from error
+    store = MooncakeDistributedStore()
+    status = store.setup(
+        local_hostname, metadata_server, segment_mib << 20, buffer_mib << 20, protocol, rdma_devices, master
+    )
+    if status:
+        raise _refused(f"mooncake {master}", "cannot be reached", status)
+    atexit.register(store.close)
+    return store
+
+
+def _refused(where: str, what: str, status: int) -> StorageError:
+    return StorageError(
+        f"the store {where} {what}: {_NAMES.get(status, 'refused')} (status {status})",
+        mend="does mooncake_master run there, and a process that lends memory "
+        "(python -m hs_connectors.backends.mooncake)? Do readers delete what they have read?",
+    )
 
 
 def master_command(rpc_port: int, metrics_port: int, host: str = "127.0.0.1") -> list[str]:

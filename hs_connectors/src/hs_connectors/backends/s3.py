@@ -187,7 +187,8 @@ class S3Backend:
     def _list(self) -> tuple[dict[str, tuple[int, float]], dict[str, tuple[int, float]]]:
         """(manifests, payloads) by key: size and time."""
         found: dict[str, Any] = self._ask("cannot be listed", lambda: self._fs.find(self._root, detail=True)) or {}
-        manifests, payloads = {}, {}
+        manifests: dict[str, tuple[int, float]] = {}
+        payloads: dict[str, tuple[int, float]] = {}
         for path, info in found.items():
             name = path.rpartition("/")[2]
             for suffix, target in ((_MANIFEST, manifests), (_DATA, payloads)):
