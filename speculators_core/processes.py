@@ -94,12 +94,13 @@ def supervise(
     timeout_s: float | None = None,
     grace_s: float = 10,
     cwd: Path | None = None,
+    cores: Sequence[int] | None = None,
 ) -> SupervisedProcess:
     """Start a command that dies with us.
 
     `env` is laid over our own environment (None removes a variable). `timeout_s` acts on the process: it is ended and
-    leaves with status 124. `grace_s` lies between SIGTERM and SIGKILL when the time is over, or we are. Output goes to
-    `log` (appended). Orphans under `home` are reaped first. Raises DraftsmithError when the command cannot be started.
+    leaves with status 124. `grace_s` lies between SIGTERM and SIGKILL when the time is over, or we are. It may use
+    these `cores` alone, or all that we may. Output goes to `log` (appended). Orphans under `home` are reaped first. Raises DraftsmithError when the command cannot be started.
     """
     home = home.resolve()
     reap_orphans(home)
@@ -107,8 +108,9 @@ def supervise(
     records.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
     merged: dict[str, str | None] = {**os.environ, **(env or {})}
+    pinned = [] if cores is None else ["taskset", "--cpu-list", ",".join(map(str, cores))]
     request = {
-        "argv": list(argv),
+        "argv": [*pinned, *argv],
         "env": {key: value for key, value in merged.items() if value is not None},
         "cwd": None if cwd is None else str(cwd),
         "name": name,

@@ -33,6 +33,7 @@ class ServerSpec(StrictModel):
     per_request_metrics: bool = Field(False, description="acceptance of every request (needs `speculative`)")
     trust_remote_code: bool = Field(False, description="let the model's own Python code run")
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; None: every core we may use")
+    cores: tuple[int, ...] | None = Field(None, description="processors that it may use; None: those that we may use")
 
 
 def build_arguments(spec: ServerSpec, port: int, *, host: str = "127.0.0.1") -> list[str]:
@@ -90,7 +91,7 @@ def build_environment(spec: ServerSpec, info: RuntimeInfo) -> dict[str, str | No
 
 
 def _cpu_environment(spec: ServerSpec) -> Mapping[str, str]:
-    threads = spec.threads or len(os.sched_getaffinity(0))
+    threads = spec.threads or len(spec.cores or os.sched_getaffinity(0))
     # The engine's core runs the worker itself: one start of Python and one import of vLLM less, and every core may
     # compute (vLLM would bind a worker of its own to all cores but one, or two with a connector).
     # Threads sleep instead of spinning at barriers: where anything else runs, spinning costs 3 to 8 times the time.

@@ -99,6 +99,7 @@ def _start(
             home=home,
             log=log,
             env=build_environment(spec, info),
+            cores=spec.cores,
         )
         try:
             name = spec.names[0] if spec.names else spec.model
