@@ -13,6 +13,7 @@ import typer
 from flows import (
     cli_bench,
     cli_data,
+    cli_demo,
     cli_deploy,
     cli_gc,
     cli_parity,
@@ -203,6 +204,7 @@ def doctor(
 
 
 # the loop's commands come first in --help
+cli_demo.add_to(app)
 cli_plan.add_to(app)
 cli_deploy.add_to(app)
 cli_registry.add_to(app)

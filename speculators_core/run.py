@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -26,6 +26,9 @@ from speculators_core.types import ArtifactRef, Json, ProgressCallback, StrictMo
 from speculators_core.verifier.facts import VerifierFacts, read_facts
 from speculators_core.verifier.files import HUB_ID, VerifierFiles, open_verifier
 from speculators_core.verifier.fingerprint import Description, Fingerprint, describe, remember
+
+if TYPE_CHECKING:
+    from speculators_core.data.vocabulary import DraftVocabulary
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +92,9 @@ class Run:
     @cached_property
     def ledger(self) -> Ledger:
         """What this recipe's stages have taken on this verifier and runtime, against its budget."""
-        made = self.recipe.model_dump(mode="json", exclude={"budget", "lifecycle", "evaluation", "gate", "export", "serve"})
+        made = self.recipe.model_dump(
+            mode="json", exclude={"budget", "lifecycle", "evaluation", "gate", "export", "serve"}
+        )
         name = sha256_json([made, self.fingerprint.digest, self.runtime.key])[:24]
         return Ledger(self.home / "spent" / name, self.recipe.budget, self.recipe.lifecycle)
 
@@ -173,11 +178,27 @@ class Run:
         return algorithm.aux_layers(self.recipe.algorithm_config(), self.num_layers)
 
     @cached_property
+    def given_vocabulary(self) -> DraftVocabulary | None:
+        """The draft vocabulary that the recipe brings; None where the most frequent tokens are taken.
+
+        Raises:
+            ConfigError, DataError: it does not fit the verifier, or is of another size than the recipe says.
+        """
+        source = self.recipe.draft_vocabulary_from
+        if source is None:
+            return None
+        from speculators_core.data.vocabulary import given_vocabulary
+
+        return given_vocabulary(Path(source), self.facts.vocab_size, self.recipe.draft_vocabulary)
+
+    @cached_property
     def draft_shape(self) -> dict[str, Any]:
         """What decides the draft's tensors: algorithm, knobs, vocabulary."""
+        given = self.given_vocabulary
         return {
             "algorithm": self.recipe.algorithm_config().model_dump(mode="json"),
             "vocabulary": self.recipe.draft_vocabulary,
+            **({} if given is None else {"tokens": given.digest}),
         }
 
     @cached_property
