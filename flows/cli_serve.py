@@ -51,17 +51,19 @@ def serve(
     config = _alone(overrides) if loaded is None else loaded.serve
     chosen = _runtime(runtime, loaded)
     model = loaded.deployment if loaded is not None and named is not recipe else name
+    from speculators_core.engine.runtime import probe_runtime
     from tasks.serving import RegistrySource, serve_model
 
+    info = probe_runtime(chosen, home=home)
     source = RegistrySource(
         model,
         alias or "champion",
-        chosen,
+        info,
         verifier=verifier,
         trust_remote_code=loaded is not None and loaded.verifier.trust_remote_code,
     )
     if print_as is not None:
-        print(_rendered(print_as, source, config, chosen, home), end="")
+        print(_rendered(print_as, source, config, str(chosen.python), info.vllm, home), end="")
         return
 
     def tell(event: ServeEvent) -> None:
@@ -101,16 +103,15 @@ def _rendered(
     form: Literal["command", "compose", "kubernetes"],
     source: RegistrySource,
     config: ServeConfig,
-    runtime: Runtime,
+    python: str,
+    vllm: str,
     home: Path,
 ) -> str:
-    from speculators_core.engine.runtime import probe_runtime
     from speculators_core.serving.render import render, settled_directory
 
     version = source.admit(source.wanted())
     model = settled_directory(version, home / "serving")
-    assert runtime.python is not None
-    return render(form, version, config, model, python=runtime.python, vllm=probe_runtime(runtime, home=home).vllm)
+    return render(form, version, config, model, python=python, vllm=vllm)
 
 
 def _line(event: ServeEvent) -> str:

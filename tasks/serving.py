@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from speculators_core.engine.runtime import Runtime, probe_runtime
+from speculators_core.engine.runtime import Runtime, RuntimeInfo
 from speculators_core.errors import ConfigError, RegistryError, VerifierError
 from speculators_core.lifecycle.matrix import cell_of
 from speculators_core.lifecycle.promotion import CHAMPION, audit_log, may_serve, settle
@@ -44,7 +44,7 @@ class RegistrySource:
         self,
         model: str,
         alias: str,
-        runtime: Runtime,
+        runtime: RuntimeInfo,
         *,
         verifier: str | None = None,
         trust_remote_code: bool = False,
@@ -52,12 +52,12 @@ class RegistrySource:
         """`verifier`: where the versions' verifier lies here, where that is not what they say.
 
         Raises:
-            RegistryError: there is no registry yet, or no such model. EngineError: no vLLM answers.
+            RegistryError: there is no registry yet, or no such model.
         """
         self._model, self._alias, self._verifier = model, alias, verifier
         self._trust_remote_code = trust_remote_code
         self._home = settings().home
-        self._runtime = probe_runtime(runtime, home=self._home)
+        self._runtime = runtime
         self._aliases = open_aliases(_WHO)
         self._settled: str | None = None
         if not self._aliases.versions(model):

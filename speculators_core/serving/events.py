@@ -23,6 +23,7 @@ Kind = Literal[
     "registry_back",
     "engine_died",
     "restarted",
+    "speculation_doubtful",
     "speculation_off",
     "speculation_on",
     "stopping",
@@ -32,8 +33,9 @@ Kind = Literal[
 rolling: the alias moved, its version is being started · rolled: it takes the traffic (`seconds` without an engine where
 the machine holds one only) · proven: its window of observation ended well · refused: it was not let in, what served
 goes on · rolled_back: it took traffic, or failed the probe, and the version `version` serves again · registry_away,
-registry_back: nothing can be followed meanwhile · engine_died, restarted · speculation_off, speculation_on: the
-verifier answers alone, or with its draft again · stopping: no new requests, those in flight end · stopped."""
+registry_back: nothing can be followed meanwhile · engine_died, restarted · speculation_doubtful: it seems to cost more
+than it gives · speculation_off, speculation_on: the verifier answers alone, or with its draft again · stopping: no new
+requests, those in flight end · stopped."""
 
 
 class ServeEvent(StrictModel):

@@ -27,6 +27,7 @@ from speculators_core.errors import DraftsmithError, EngineError, Interrupted, R
 from speculators_core.lifecycle.drift import CounterReading, note_window, window_between
 from speculators_core.serving.config import ServeConfig
 from speculators_core.serving.decisions import rollback_reason
+from speculators_core.serving.economy import Economy
 from speculators_core.serving.events import EventSink, Kind, ServeEvent
 from speculators_core.serving.fleet import Fleet, Refused
 from speculators_core.serving.version import Replica, ServedVersion
@@ -76,6 +77,8 @@ class Supervisor:
         self._away = False
         self._deaths = 0
         self._noted: CounterReading | None = None
+        self._refusal = ("", "")
+        self._begin_economy()
 
     def run(self) -> None:
         """Start the wanted version, then follow the alias, until a signal raises Interrupted.
@@ -88,7 +91,7 @@ class Supervisor:
         """
         with interrupted_by_signals():
             try:
-                self._begin()
+                self.begin()
                 while True:
                     time.sleep(self._config.poll_s)
                     self.look()
@@ -108,10 +111,12 @@ class Supervisor:
         self._fleet.count()
         self._note()
         self._judge()
+        self._weigh()
         self._tell_registry()
         self._follow()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Start the wanted version, give it the traffic. DraftsmithError where it may not serve or does not start."""
         wanted = self._acted_on = self._source.wanted()
         version = self._source.admit(wanted)
         self._tell("starting", wanted, forced_note(version))
@@ -149,44 +154,54 @@ class Supervisor:
             back = standby is not None and standby.version == version
             away = self._change_to(version)
         except Refused as error:
-            self._tell("refused", wanted, error.what)
+            self._refuse(wanted, error.what)
             self._give_back(wanted, error.what, started)
         except DraftsmithError as error:
-            self._retry_at = time.monotonic() + _RETRY_S  # an engine that did not start may do so later
-            self._tell("refused", wanted, error.what)
+            self._retry_at = time.monotonic() + _RETRY_S  # what was missing may be there later
+            self._refuse(wanted, error.what)
         else:
             self._tell("rolled", wanted, "" if away is None else f"nothing answered for {away:.1f} s",
                        seconds=time.monotonic() - started if away is None else away)  # fmt: skip
             if back:
                 self._conclude()
 
+    def _refuse(self, version: str, reason: str) -> None:
+        if self._refusal != (version, reason):  # one event an incident
+            self._tell("refused", version, reason)
+        self._refusal = version, reason
+
     def _change_to(self, version: ServedVersion) -> float | None:
         """Make the version live and begin its window; seconds without an engine, None where there were none.
 
-        Raises: as `Fleet.start`; what served before serves again then.
+        Raises: as `_put`.
         """
-        fleet, displaced = self._fleet, self._live()
-        if fleet.standby is not None and fleet.standby.version == version:
-            fleet.let_in(fleet.standby)
-            away = None
-        elif self._has_room_for(version):
-            fleet.let_in(fleet.start(version))
-            away = None
-        else:
-            gone = time.monotonic()
-            fleet.vacate()
-            try:
-                fleet.let_in(fleet.start(version))
-            except DraftsmithError:
-                fleet.let_in(fleet.start(displaced.version))
-                raise
-            away = time.monotonic() - gone
+        displaced = self._live()
+        away = self._put(version)
         self._observed = Observed(displaced, time.monotonic() + self._config.watch.window_s)
+        self._begin_economy()
         return away
 
-    def _has_room_for(self, version: ServedVersion) -> bool:
-        self._fleet.clear()  # what stands by for another version gives its memory up first
-        return self._fleet.has_room_for(version)
+    def _put(self, version: ServedVersion, *, speculate: bool = True) -> float | None:
+        """Send the traffic to an engine of the version: the one that stands by, one started beside, or one in place.
+
+        Raises: as `Fleet.start`; what served before serves again then.
+        """
+        fleet, before, standby = self._fleet, self._live(), self._fleet.standby
+        if standby is not None and (standby.version, standby.speculates) == (version, speculate):
+            fleet.let_in(standby)
+            return None
+        fleet.clear()  # what stands by gives its memory up first
+        if fleet.has_room_for(version):
+            fleet.let_in(fleet.start(version, speculate=speculate))
+            return None
+        gone = time.monotonic()
+        fleet.vacate()
+        try:
+            fleet.let_in(fleet.start(version, speculate=speculate))
+        except DraftsmithError:
+            fleet.let_in(fleet.start(before.version, speculate=before.speculates))
+            raise
+        return time.monotonic() - gone
 
     # judging what took over
 
@@ -248,6 +263,34 @@ class Supervisor:
             return
         self._to_take_back = None
 
+    # with drafts or without
+
+    def _begin_economy(self) -> None:
+        self._economy = Economy(self._config.auto_disable, self._config.watch.min_requests)
+
+    def _weigh(self) -> None:
+        """Turn speculation off, or on again, where that is faster; not while a version is observed."""
+        live, fleet = self._live(), self._fleet
+        if self._observed is not None:
+            return
+        advice = self._economy.look(live.now, speculates=live.speculates, now=time.monotonic())
+        if advice is None:
+            return
+        if advice.do == "report":
+            self._tell("speculation_doubtful", live.version.version, advice.reason)
+        elif advice.do == "keep":
+            fleet.retire_standby()
+        else:
+            drafting = advice.do == "drafting"
+            try:
+                self._put(live.version, speculate=drafting)
+            except DraftsmithError as error:
+                log.warning("speculation stays as it is: %s", error.what)
+                return
+            if drafting:
+                fleet.retire_standby()
+            self._tell("speculation_on" if drafting else "speculation_off", live.version.version, advice.reason)
+
     # keeping alive and counting
 
     def _mend(self) -> None:
@@ -260,7 +303,10 @@ class Supervisor:
             started = time.monotonic()
             self._fleet.let_in(standby)
             self._observed = None
-            self._give_back(dead.version.version, "its engine died", started)
+            if standby.version.version == dead.version.version:  # it had only been tried without its draft
+                self._tell("restarted", dead.version.version)
+            else:
+                self._give_back(dead.version.version, "its engine died", started)
             return
         if self._deaths > _RESTARTS:
             raise EngineError(f"the engine of version {dead.version.version} died {self._deaths} times")

@@ -1,0 +1,386 @@
+"""The supervisor behind a real HAProxy, over engines that only count: rolls, falls, errors, an absent registry."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from speculators_core.engine.client import EngineClient
+from speculators_core.engine.runtime import Runtime, RuntimeInfo
+from speculators_core.engine.server import Engine
+from speculators_core.errors import ConfigError, EngineError, RegistryError
+from speculators_core.lifecycle.drift import read_windows
+from speculators_core.processes import SupervisedProcess
+from speculators_core.serving.config import ServeConfig, WatchConfig
+from speculators_core.serving.events import ServeEvent
+from speculators_core.serving.fleet import Fleet, Refused
+from speculators_core.serving.proxy import Proxy
+from speculators_core.serving.supervisor import Supervisor
+from speculators_core.serving.version import Replica, ServedVersion
+from tasks.adapters.prefect_server import free_port
+from tests.client_load import steady_load
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("haproxy", path="/usr/sbin:/usr/bin:/usr/local/bin:/usr/local/sbin") is None,
+    reason="HAProxy is not installed: apt-get install haproxy",
+)
+INFO = RuntimeInfo(vllm="0", build="b", device="cpu", model_runner="v1", torch="0", transformers="0")
+WATCH = WatchConfig(window_s=3600, min_drafts=20, min_requests=10, note_every_s=0.01)
+
+
+@dataclass
+class Plan:
+    """An engine of a version: AL of its drafts (K = 3), share of requests that fail, faults at the start."""
+
+    al: float = 2.0
+    failing: float = 0.0
+    refused: str = ""
+    fault: str = ""
+
+
+@dataclass
+class CountingEngine:
+    """A server that answers chat requests with its version and counts as vLLM does."""
+
+    version: str
+    plan: Plan
+    requests: int = 0
+    status: int | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def poll(self) -> int | None:
+        return self.status
+
+    def metrics(self) -> str:
+        """Ten drafts a request; accepted from their front, at a rate that gives the AL."""
+        drafts, share = 10 * self.requests, (self.plan.al - 1) / 3
+        counts = {
+            "vllm:spec_decode_num_drafts_total": drafts,
+            "vllm:spec_decode_num_accepted_tokens_total": 3 * share * drafts,
+            "vllm:request_generation_tokens_count": self.requests,
+            "vllm:request_generation_tokens_sum": 10 * self.requests,
+            "vllm:request_decode_time_seconds_sum": 0.1 * self.requests,
+        }
+        lines = [f'{name}{{engine="0"}} {value}' for name, value in counts.items()]
+        lines += [
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{n}"}} {share * drafts}' for n in range(3)
+        ]
+        return "\n".join(lines)
+
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *args: object) -> None: ...
+
+            def do_GET(self) -> None:
+                self.answer(200, engine.metrics() if self.path == "/metrics" else "{}")
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with engine.lock:
+                    engine.requests += 1
+                    fails = engine.requests * engine.plan.failing % 1 < engine.plan.failing
+                if body.get("stream"):
+                    self.stream(int(body["stream"]))
+                else:
+                    self.answer(500 if fails else 200, engine.version)
+
+            def answer(self, status: int, text: str) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def stream(self, chunks: int) -> None:
+                self.send_response(200)
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                for _ in range(chunks):
+                    self.wfile.write(f"1\r\n{engine.version}\r\n".encode())
+                    self.wfile.flush()
+                    time.sleep(0.1)
+                self.wfile.write(b"0\r\n\r\n")
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+            yield f"http://127.0.0.1:{server.server_port}"
+            server.shutdown()
+            self.status = 0
+
+
+class CountingFleet(Fleet):
+    """A fleet whose engines only count; the proxy is real."""
+
+    def __init__(self, config: ServeConfig, home: Path, plans: dict[str, Plan]) -> None:
+        super().__init__(config, Runtime(python="python"), home, home / "serving" / "chat")
+        self.plans = plans
+        self.engines: list[CountingEngine] = []
+
+    def start(self, version: ServedVersion, *, speculate: bool = True) -> Replica:
+        plan = self.plans[version.version]
+        if plan.fault:
+            raise EngineError(plan.fault)
+        if plan.refused:
+            raise Refused(plan.refused)
+        with ExitStack() as stack:
+            engine = CountingEngine(version.version, plan)
+            self.engines.append(engine)
+            url = stack.enter_context(engine.running())
+            served = Engine(url, "chat", INFO, Path("log"), cast(SupervisedProcess, engine))
+            return Replica(version, speculate, served, stack.enter_context(EngineClient(url)), stack.pop_all())
+
+    def running(self) -> list[str]:
+        return [engine.version for engine in self.engines if engine.poll() is None]
+
+
+class Registry:
+    """Implements `VersionSource`."""
+
+    def __init__(self) -> None:
+        self.champion, self.away = "1", False
+        self.taken_back: list[tuple[str, str]] = []
+        self.forbidden: set[str] = set()
+
+    def wanted(self) -> str:
+        self._answer()
+        return self.champion
+
+    def admit(self, version: str) -> ServedVersion:
+        self._answer()
+        if version in self.forbidden:
+            raise RegistryError(f"version {version} may not serve")
+        root = Path("nowhere")
+        return ServedVersion(
+            model="chat", version=version, verifier=root, verifier_fingerprint="f", draft=root, draft_files={}, al=2.0
+        )
+
+    def take_back(self, version: str, why: str) -> None:
+        self._answer()
+        self.taken_back.append((version, why))
+        self.champion = "1"
+
+    def _answer(self) -> None:
+        if self.away:
+            raise RegistryError("MLflow does not answer")
+
+
+@dataclass
+class World:
+    fleet: CountingFleet
+    registry: Registry
+    supervisor: Supervisor
+    told: list[ServeEvent]
+
+    def kinds(self) -> list[str]:
+        return [event.event for event in self.told]
+
+    def ask(self, http: httpx.Client | None = None) -> str:
+        """The version that answers."""
+        answer = (http or httpx).post(
+            f"{self.fleet.address if http is None else ''}/v1/chat/completions", json={"stream": 0}
+        )
+        assert answer.status_code == 200, answer.status_code
+        return answer.text
+
+    def traffic(self, requests: int) -> set[str]:
+        with httpx.Client(base_url=self.fleet.address, trust_env=False) as http:
+            return {http.post("/v1/chat/completions", json={"stream": 0}).text for _ in range(requests)}
+
+    def promote(self, version: str) -> None:
+        self.registry.champion = version
+        self.supervisor.look()
+
+
+@contextmanager
+def serving(home: Path, *, plans: dict[str, Plan] | None = None, **settings: Any) -> Iterator[World]:
+    values = {"port": free_port(), "engines": "beside", "watch": WATCH, "drain_timeout_s": 30, **settings}
+    config = ServeConfig.model_validate(values)
+    fleet = CountingFleet(config, home, {"1": Plan(), "2": Plan(), "3": Plan(), **(plans or {})})
+    registry, told = Registry(), list[ServeEvent]()
+    supervisor = Supervisor("chat", registry, config, fleet, home, told.append)
+    try:
+        supervisor.begin()
+        yield World(fleet, registry, supervisor, told)
+    finally:
+        fleet.stop()
+
+
+def test_of_a_thousand_requests_none_fails_while_versions_roll(tmp_path: Path) -> None:
+    with serving(tmp_path) as world:
+        assert world.ask() == "1"
+        with steady_load(world.fleet.address, world.ask, clients=4) as load:
+            for version in ("2", "3", "1", "2"):
+                load.await_answers(200, timeout_s=60)
+                world.promote(version)
+            load.await_answers(200, timeout_s=60)
+        assert load.failures == [] and len(load.answers) >= 1000
+        assert set(load.answers) == {"1", "2", "3"} and world.ask() == "2"
+        assert world.kinds()[:4] == ["starting", "ready", "rolling", "rolled"]
+        world.supervisor.look()
+        assert len(world.fleet.running()) == 2, "the displaced one stands by, all others are gone"
+
+
+def test_a_stream_that_began_before_a_roll_ends_whole(tmp_path: Path) -> None:
+    with serving(tmp_path) as world, httpx.Client(base_url=world.fleet.address, trust_env=False) as http:
+        with http.stream("POST", "/v1/chat/completions", json={"stream": 30}) as reply:
+            pieces = reply.iter_bytes()
+            received = next(pieces)
+            world.promote("2")
+            assert world.ask() == "2"
+            world.promote("3")  # version 1 must end now, but for its stream
+            received += b"".join(pieces)
+        assert received == b"1" * 30
+        world.supervisor.look()
+        assert "1" not in world.fleet.running()
+
+
+def test_a_fall_of_acceptance_brings_the_displaced_engine_back_in_moments(tmp_path: Path) -> None:
+    with serving(tmp_path, plans={"2": Plan(al=1.1)}) as world:
+        world.traffic(20)
+        world.supervisor.look()
+        world.promote("2")
+        assert world.traffic(20) == {"2"}
+        world.supervisor.look()
+        assert world.traffic(5) == {"1"}
+        assert world.fleet.engines[0].poll() is None and len(world.fleet.engines) == 2, "no engine was started for it"
+        [back] = [event for event in world.told if event.event == "rolled_back"]
+        assert back.version == "1" and "version 2: served acceptance length 1.100" in back.reason
+        assert back.seconds is not None and back.seconds < 5
+        assert [version for version, _ in world.registry.taken_back] == ["2"]
+        world.supervisor.look()
+        assert world.fleet.running() == ["1"] and "rolling" not in world.kinds()[world.kinds().index("rolled_back") :]
+
+
+def test_failing_requests_and_a_dead_engine_bring_it_back_too(tmp_path: Path) -> None:
+    with serving(tmp_path, plans={"2": Plan(failing=0.5)}) as world:
+        world.promote("2")
+        world.traffic(20)
+        world.supervisor.look()
+        assert "10 of 20 requests failed" in world.told[-1].reason and world.ask() == "1"
+        world.promote("3")
+        world.fleet.engines[-1].status = 137
+        world.supervisor.look()
+        assert world.kinds()[-2:] == ["engine_died", "rolled_back"] and world.ask() == "1"
+        assert [version for version, _ in world.registry.taken_back] == ["2", "3"]
+
+
+def test_the_champion_s_dead_engine_is_started_again(tmp_path: Path) -> None:
+    with serving(tmp_path) as world:
+        world.fleet.engines[0].status = 1
+        world.supervisor.look()
+        assert world.kinds()[-2:] == ["engine_died", "restarted"] and world.ask() == "1"
+        assert world.registry.taken_back == []
+
+
+def test_a_window_that_ends_well_frees_the_displaced_engine(tmp_path: Path) -> None:
+    with serving(tmp_path, watch=WATCH.model_copy(update={"window_s": 0.2})) as world:
+        world.promote("2")
+        time.sleep(0.3)
+        world.supervisor.look()
+        world.supervisor.look()
+        assert world.kinds()[-1] == "proven" and world.fleet.running() == ["2"]
+
+
+def test_what_is_not_admitted_or_fails_its_probe_gets_no_request(tmp_path: Path) -> None:
+    plans = {"2": Plan(refused="it is not lossless"), "3": Plan(fault="out of memory")}
+    with serving(tmp_path, plans=plans) as world:
+        world.registry.forbidden = {"4"}
+        world.promote("4")
+        world.promote("3")
+        assert world.registry.taken_back == [], "nothing was shown of the draft itself"
+        world.promote("2")
+        assert [(e.version, e.reason) for e in world.told if e.event == "refused"] == [
+            ("4", "version 4 may not serve"),
+            ("3", "out of memory"),
+            ("2", "it is not lossless"),
+        ]
+        assert world.registry.taken_back == [("2", "it is not lossless")]
+        assert world.traffic(5) == {"1"} and world.fleet.running() == ["1"]
+
+
+def test_an_absent_registry_changes_nothing_and_a_rollback_waits_for_it(tmp_path: Path) -> None:
+    with serving(tmp_path, plans={"2": Plan(al=1.1)}) as world:
+        world.promote("2")
+        world.traffic(20)
+        world.registry.away = True
+        for _ in range(3):
+            world.supervisor.look()
+            assert world.ask() == "1", "traffic does not wait for the registry"
+        assert world.registry.champion == "2" and world.kinds().count("registry_away") == 1
+        world.registry.away = False
+        world.supervisor.look()
+        assert world.registry.champion == "1" and world.kinds()[-1] == "registry_back"
+        assert world.traffic(3) == {"1"}
+
+
+def test_a_rollback_by_hand_within_the_window_takes_the_engine_that_stands_by(tmp_path: Path) -> None:
+    with serving(tmp_path) as world:
+        world.promote("2")
+        world.promote("1")
+        assert world.kinds()[-1] == "rolled" and world.ask() == "1" and len(world.fleet.engines) == 2
+        world.supervisor.look()
+        assert world.fleet.running() == ["1"]
+
+
+def test_with_room_for_one_engine_it_says_how_long_nothing_answered(tmp_path: Path) -> None:
+    with serving(tmp_path, plans={"2": Plan(al=1.1), "3": Plan(fault="broken")}, engines="in-place") as world:
+        world.promote("3")
+        assert world.told[-1].reason == "broken" and world.ask() == "1", "what served before serves again"
+        world.promote("2")
+        rolled = world.told[-1]
+        assert rolled.event == "rolled" and "nothing answered for" in rolled.reason and rolled.seconds is not None
+        assert world.fleet.running() == ["2"]
+        world.traffic(20)
+        world.supervisor.look()
+        assert world.kinds()[-1] == "rolled_back" and world.fleet.running() == ["1"] and world.ask() == "1"
+
+
+def test_without_an_engine_clients_are_told_when_to_come_again(tmp_path: Path) -> None:
+    with serving(tmp_path) as world:
+        world.fleet.vacate()
+        answer = httpx.post(f"{world.fleet.address}/v1/chat/completions", json={})
+        assert answer.status_code == 503 and answer.headers["Retry-After"] == "5" and "error" in answer.json()
+
+
+def test_only_what_clients_need_is_let_through(tmp_path: Path) -> None:
+    with serving(tmp_path) as world:
+        found = {path: httpx.get(world.fleet.address + path).status_code for path in ("/health", "/metrics", "/reset")}
+        assert found == {"/health": 200, "/metrics": 403, "/reset": 403}
+
+
+def test_what_was_counted_is_left_for_the_watch_over_drift(tmp_path: Path) -> None:
+    with serving(tmp_path) as world:
+        world.supervisor.look()
+        world.traffic(20)
+        time.sleep(0.02)
+        world.supervisor.look()
+        [window] = read_windows(tmp_path, "chat")
+        assert (window.version, window.drafts, window.accepted) == ("1", 200, 200)
+
+
+def test_a_proxy_that_ends_is_started_again(tmp_path: Path) -> None:
+    with serving(tmp_path) as world:
+        world.promote("2")
+        cast(Any, world.fleet)._proxy.stop()
+        world.supervisor.look()
+        assert world.ask() == "2"
+
+
+def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with serving(tmp_path) as world, pytest.raises(ConfigError, match=r"serve\.port"):
+        Proxy(tmp_path / "other", tmp_path, "127.0.0.1", httpx.URL(world.fleet.address).port or 0, request_timeout_s=5)
