@@ -16,6 +16,7 @@ from flows import (
     cli_demo,
     cli_deploy,
     cli_gc,
+    cli_hs,
     cli_parity,
     cli_plan,
     cli_registry,
@@ -47,6 +48,7 @@ app = typer.Typer(
     "taken from the store. State lives under DRAFTSMITH_HOME (default .draftsmith).",
 )
 app.add_typer(cli_data.app, name="data")
+app.add_typer(cli_hs.app, name="hs")
 app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_runtime.app, name="runtime")
 

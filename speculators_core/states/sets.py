@@ -109,6 +109,16 @@ class StateSet:
         return cls(directory, index)
 
     @property
+    def directory(self) -> Path:
+        """Where it lies."""
+        return self._directory
+
+    @property
+    def shards(self) -> tuple[ShardEntry, ...]:
+        """Its shards, in the order of their rows."""
+        return self._index.shards
+
+    @property
     def facts(self) -> StatesFacts:
         """Layers, sizes, dtype, verifier and source of the set."""
         return self._index.facts

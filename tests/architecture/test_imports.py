@@ -31,7 +31,7 @@ TOP_LAYERS = ("speculators_core", "tasks", "flows", "deployments")
 CONNECTOR_LAYERS = (
     {"contract", "errors", "codecs"},
     {"record", "probe"},
-    {"backends", "wrappers", "spool"},
+    {"backends", "wrappers", "spool", "upkeep"},
     {"registry", "testing"},
     {"vllm"},
 )

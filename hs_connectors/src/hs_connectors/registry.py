@@ -7,6 +7,7 @@ Another distribution adds one through the entry point group `hs_connectors.backe
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -14,29 +15,31 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from hs_connectors.contract import Backend, Reader, Writer
-from hs_connectors.errors import UnknownName
+from hs_connectors.errors import SettingsError, UnknownName
 
 ENTRY_POINT_GROUP = "hs_connectors.backends"
 
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """Where a backend's class is ("module:Class") and what it needs installed."""
+    """Where a backend's class is ("module:Class"), what it needs installed, and the option that an address names."""
 
     target: str
     install: str
+    option: str | None = None
 
 
 BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
     {
-        "file": BackendEntry("hs_connectors.backends.file:FileBackend", "nothing"),
-        "memory": BackendEntry("hs_connectors.backends.memory:MemoryBackend", "nothing"),
+        "file": BackendEntry("hs_connectors.backends.file:FileBackend", "nothing", "root"),
+        "memory": BackendEntry("hs_connectors.backends.memory:MemoryBackend", "nothing", "space"),
         "mooncake": BackendEntry(
             "hs_connectors.backends.mooncake:MooncakeBackend",
             "draftsmith-hs-connectors[mooncake], and Debian's libibverbs1 and librdmacm1",
+            "master",
         ),
-        "s3": BackendEntry("hs_connectors.backends.s3:S3Backend", "draftsmith-hs-connectors[s3]"),
-        "shm": BackendEntry("hs_connectors.backends.shm:ShmBackend", "nothing"),
+        "s3": BackendEntry("hs_connectors.backends.s3:S3Backend", "draftsmith-hs-connectors[s3]", "root"),
+        "shm": BackendEntry("hs_connectors.backends.shm:ShmBackend", "nothing", "space"),
     }
 )
 
@@ -68,6 +71,26 @@ def open_reader(name: str, config: Mapping[str, Any]) -> Reader:
     from hs_connectors.wrappers import RecordReader
 
     return RecordReader(open_backend(name, config))
+
+
+def locate(address: str) -> tuple[str, dict[str, Any]]:
+    """Name and configuration of the backend that an address means.
+
+    A directory · `file:DIR` · `shm:SPACE` · `s3://BUCKET/PREFIX` · `mooncake:HOST:PORT` · or any backend with its whole
+    configuration, `NAME:{"option": …}`. UnknownName or SettingsError where it is none of these.
+    """
+    name, colon, rest = address.partition(":")
+    if not colon or "/" in name:
+        return "file", {"root": address}
+    if rest.startswith("{"):
+        try:
+            return name, dict(json.loads(rest))
+        except ValueError as error:
+            raise SettingsError(f"the configuration in {address} is not JSON: {error}") from error
+    option = (BACKENDS.get(name) or _third_party(name)).option
+    if option is None or not rest:
+        raise SettingsError(f"{address} does not say where the store is", mend=f'write {name}:{{"option": "value"}}')
+    return name, {option: address if name == "s3" else rest}
 
 
 def _third_party(name: str) -> BackendEntry:

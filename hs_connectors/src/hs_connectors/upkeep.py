@@ -1,0 +1,88 @@
+"""Care of a store of records, whatever its backend: check, clear away, copy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hs_connectors.contract import Backend, Entry, Record
+from hs_connectors.errors import CaptureFailed, ConnectorError, RecordError, RecordTimeout
+from hs_connectors.record import unpack
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An entry with its verified record, or with what is wrong about it."""
+
+    entry: Entry
+    record: Record | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What a copy did: records and bytes that were written, records that were there already."""
+
+    records: int
+    num_bytes: int
+    there: int
+
+
+def check(backend: Backend) -> Iterator[Checked]:
+    """Read every entry whole and verify it; entries that are deleted meanwhile are left out.
+
+    Raises StorageError where the store itself cannot be read.
+    """
+    for entry in backend.entries():
+        try:
+            yield Checked(entry, unpack(backend.fetch(entry.key, 0)), None)
+        except (RecordError, CaptureFailed) as error:
+            yield Checked(entry, None, error.what)
+        except RecordTimeout:
+            continue
+
+
+def collect(backend: Backend, older_than_s: float, *, apply: bool) -> list[Entry]:
+    """Entries that were written longer ago than a reader may take; with `apply` they are deleted.
+
+    Then, too, what killed writers left half written goes, as at the start of every engine. StorageError.
+    """
+    oldest = time.time() - older_than_s
+    expired = [entry for entry in backend.entries() if entry.modified_at < oldest]
+    if apply:
+        for entry in expired:
+            backend.discard(entry.key)
+        backend.prepare()
+    return expired
+
+
+def copy(source: Backend, target: Backend) -> Iterator[Copied]:
+    """Copy all records, verified, and the announcement; yields the sums so far after each. Error markers stay.
+
+    Records that lie in the target with the same size are not copied again: a copy that was cut off goes on.
+
+    Raises ConnectorError at the first record that is damaged, or where a store refuses.
+    """
+    target.prepare()
+    facts = source.announcement()
+    if facts is not None:
+        target.announce(facts)
+    there = {entry.key: entry.num_bytes for entry in target.entries() if entry.kind == "record"}
+    records = num_bytes = skipped = 0
+    for entry in source.entries():
+        if entry.kind == "error":
+            continue
+        if there.get(entry.key) == entry.num_bytes:
+            skipped += 1
+        else:
+            try:
+                payload = source.fetch(entry.key, 0)
+                unpack(payload)
+            except RecordTimeout:
+                continue  # deleted meanwhile
+            except RecordError as error:
+                raise ConnectorError(f"record {entry.key}: {error.what}", mend="delete it, and copy again") from error
+            target.publish(entry.key, payload)
+            records, num_bytes = records + 1, num_bytes + len(payload)
+        yield Copied(records, num_bytes, skipped)

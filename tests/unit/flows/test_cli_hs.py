@@ -1,0 +1,173 @@
+"""`draftsmith hs` on real sets and stores."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flows.cli_hs import app, as_seconds
+from hs_connectors import open_reader, open_writer
+from hs_connectors.contract import Handle
+from hs_connectors.testing import assert_same, make_record
+from speculators_core.errors import CaptureError, ConfigError, DraftsmithError
+from speculators_core.states.collect import Collector, content_of
+from speculators_core.states.sets import StateSet
+from speculators_core.states.shards import StatesFacts
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Three records, one of them two hours old, and a marker."""
+    root = tmp_path / "records"
+    writer = open_writer("file", {"root": str(root)})
+    writer.announce({"vllm": "0.32.0", "layer_ids": [1, 4, 8]})
+    for number in range(3):
+        writer.put(f"row-{number}", make_record(10 + number, seed=number))
+    writer.fail("row-3", "states are not finite")
+    old = time.time() - 7200
+    os.utime(root / "row-0.safetensors", (old, old))
+    return root
+
+
+@pytest.fixture
+def states(tmp_path: Path) -> Path:
+    """A finished set of five rows in three shards."""
+
+    class Row:
+        split = "train"
+
+        def __init__(self, index: int) -> None:
+            self.index, self.input_ids = index, torch.arange(6)
+            self.loss_mask = torch.ones(6, dtype=torch.bool)
+
+    class Rows:
+        num_rows = 5
+
+        def row(self, index: int, /) -> Row:
+            return Row(index)
+
+    facts = StatesFacts(
+        layer_ids=(1, 2), hidden_size=4, dtype="bfloat16", verifier_fingerprint="f" * 64, source="engine"
+    )
+    directory = tmp_path / "set"
+    directory.mkdir()
+    collector = Collector(Rows(), facts, directory, shard_tokens=12)
+    for number in range(5):
+        collector.add(content_of(Row(number), torch.full((6, 2, 4), float(number), dtype=torch.bfloat16)))
+    collector.finish({"parity": None})
+    return directory
+
+
+def run(*arguments: object) -> Any:
+    """What the command prints as JSON; its own error where it raises one."""
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    if isinstance(result.exception, DraftsmithError):
+        raise result.exception
+    return json.loads(result.stdout), result.exit_code
+
+
+def test_ls_lists_records_and_shards(store: Path, states: Path) -> None:
+    found, _ = run("ls", store)
+    assert (found[0]["key"], found[0]["kind"]) == ("row-0", "record")
+    assert {line["key"] for line in found} == {"row-0", "row-1", "row-2", "row-3"}
+    assert found[0]["age_s"] > 7000 and found[0]["num_bytes"] > 300
+    shards, _ = run("ls", states)
+    assert [(line["rows"], line["tokens"]) for line in shards] == [(2, 12), (2, 12), (1, 6)]
+    text = CliRunner().invoke(app, ["ls", str(store)]).stdout
+    assert "3 records" in text and "1 error markers" in text
+
+
+def test_inspect_shows_the_writer_the_record_and_the_set(store: Path, states: Path) -> None:
+    found, _ = run("inspect", store)
+    assert found["engine vllm"] == "0.32.0" and found["content"].startswith("3 records")
+    record, _ = run("inspect", store, "row-1")
+    assert (record["tokens"], record["layer_ids"], record["dtype"]) == (11, [1, 4, 8], "bfloat16")
+    facts, _ = run("inspect", states)
+    assert (facts["rows"], facts["tokens"], facts["source"]) == (5, 30, "engine")
+    with pytest.raises(DraftsmithError, match="states are not finite"):
+        run("inspect", store, "row-3")
+    with pytest.raises(ConfigError, match="not a record key"):
+        run("inspect", store, "../row-1")
+
+
+def test_verify_finds_what_was_damaged(store: Path, states: Path) -> None:
+    payload = bytearray((store / "row-2.safetensors").read_bytes())
+    payload[-3] ^= 4
+    (store / "row-2.safetensors").write_bytes(payload)
+    found, status = run("verify", store)
+    assert status == 1 and found["records"] == 2
+    assert {line["key"] for line in found["problems"]} == {"row-2", "row-3"}
+    assert run("verify", states) == ({"rows": 5, "problems": []}, 0)
+    shard = states / "shard-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(CaptureError, match="shard-00001"):
+        run("verify", states)
+
+
+def test_gc_takes_what_is_older_than_a_lease_and_only_when_told(store: Path) -> None:
+    assert [line["key"] for line in run("gc", store)[0]] == ["row-0"]
+    assert (store / "row-0.safetensors").exists()
+    run("gc", store, "--apply")
+    assert not (store / "row-0.safetensors").exists()
+    assert len(run("ls", store)[0]) == 3
+    run("gc", store, "--lease", "0s", "--apply")
+    assert run("ls", store)[0] == []
+
+
+def test_copy_takes_records_to_another_store_and_goes_on(store: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy"
+    done, _ = run("copy", store, target)
+    assert done["records"] == 3 and done["there"] == 0
+    reader = open_reader("file", {"root": str(target)})
+    assert_same(reader.get(Handle("file", "row-1"), 0), make_record(11, seed=1))
+    assert (reader.announcement() or {})["vllm"] == "0.32.0"
+    (target / "row-2.safetensors").unlink()
+    again, _ = run("copy", store, target)
+    assert (again["records"], again["there"]) == (1, 2)
+    (store / "row-1.safetensors").write_bytes(b"not a record at all")
+    with pytest.raises(DraftsmithError, match=r"row-1[\s\S]*mend: delete it"):
+        run("copy", store, target)
+
+
+def test_copy_of_a_set_is_a_set_and_goes_on(states: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy"
+    assert run("copy", states, target)[0] == {"rows": 5}
+    copied = StateSet.open(target)
+    copied.verify()
+    assert [float(row.hidden_states.flatten()[0]) for row in copied.rows()] == [0, 1, 2, 3, 4]
+    with pytest.raises(CaptureError, match="holds a set already"):
+        run("copy", states, target)
+    (target / "states.json").unlink()
+    (target / "shard-00000.safetensors").write_bytes(b"half")
+    assert run("copy", states, target)[0] == {"rows": 5}
+    StateSet.open(target).verify()
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("pigeon:loft", "no backend is called 'pigeon'"),
+        ("/no/such/directory", "there is no directory"),
+        ("shm:", "does not say where"),
+        ("shm:../x", "not a space"),
+        ("file:{", "not JSON"),
+        ('file:{"rooot": "x"}', "rooot"),
+    ],
+)
+def test_a_place_that_is_none_is_named(place: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run("ls", place)
+
+
+def test_times() -> None:
+    assert [as_seconds(text) for text in ("90", "90s", "15m", "1h", "7d", "0s")] == [90, 90, 900, 3600, 604800, 0]
+    for wrong in ("", "h", "-1s", "soon", "inf", "nan"):
+        with pytest.raises(ConfigError, match="no time"):
+            as_seconds(wrong)
