@@ -66,7 +66,7 @@ def install_debian_packages() -> None:
     """Install what infra/apt.txt lists and is missing; without root, print the command (an error for [base] only)."""
     if shutil.which("dpkg-query") is None:
         return
-    missing = [name for name in read_packages("base", "mooncake") if not is_installed(name)]
+    missing = [name for name in read_packages("base", "mooncake", "serve") if not is_installed(name)]
     if not missing:
         return
     if os.geteuid() != 0:
