@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from speculators_core.engine.runtime import RuntimeInfo
 from speculators_core.errors import RegistryError, VerifierError
 from speculators_core.lifecycle.matrix import Cell, Pair
 from speculators_core.lifecycle.promotion import CHAMPION, PREVIOUS, audit_log, promote, rollback, settle
@@ -26,12 +27,14 @@ from tasks.adapters.registry import DraftRegistry, VersionFacts
 from tasks.adapters.settings import read_settings, settings
 from tasks.adapters.tracking import Tracking
 from tasks.observe import tracking
+from tasks.serving import RegistrySource
 from tests.environment import child_environment
 
 CHILDREN = Path(__file__).with_name("mlflow_children.py")
 FINGERPRINT, RUNTIME = "f" * 64, "r" * 64
 PROVEN = {"verifier.fingerprint": FINGERPRINT, "runtime.key": RUNTIME, "gate.outcome": "pass"}
 PAIR = {"verifier_fingerprint": FINGERPRINT, "runtime_key": RUNTIME}
+HERE = RuntimeInfo(vllm="0.32.0", build="b", device="cpu", model_runner="v1", torch="2", transformers="5")
 ROUNDS = 50
 
 
@@ -332,3 +335,79 @@ def test_names_that_do_not_exist_are_told_apart(home: Path, verifier: Path, chat
         versions.history("chatt")
     with pytest.raises(RegistryError, match="its versions: 1"):
         versions.promote_by_name(chat, "7", RUNTIME)
+
+
+def source(chat: str, **changes: str) -> RegistrySource:
+    return RegistrySource(chat, CHAMPION, HERE.model_copy(update=changes))
+
+
+def test_serving_admits_a_proven_pair_with_what_it_pins(home: Path, verifier: Path, chat: str) -> None:
+    one = register(home, verifier, chat, b"one", runtime_key=HERE.key, al=1.6)
+    with pytest.raises(RegistryError, match=r"nothing of .* serves yet"):
+        source(chat).wanted()
+    versions.promote_by_name(chat, one, HERE.key)
+    admitted = source(chat).admit(source(chat).wanted())
+    assert (admitted.version, admitted.verifier, admitted.al, admitted.forced_by) == (one, verifier, 1.6, None)
+    assert sorted(admitted.draft_files) == ["config.json", "model.safetensors"]
+    admitted.require_unchanged(home)
+    (admitted.draft / "model.safetensors").write_bytes(b"0ne")
+    with pytest.raises(RegistryError, match=r"model\.safetensors .* was changed since"):
+        admitted.require_unchanged(home)
+    with pytest.raises(RegistryError, match=r"model\.safetensors does not match its manifest"):
+        source(chat).admit(one)
+
+
+def test_serving_admits_nothing_that_does_not_match(home: Path, verifier: Path, chat: str) -> None:
+    one, bad = (
+        register(home, verifier, chat, content, runtime_key=HERE.key, gate_outcome=outcome)
+        for content, outcome in ((b"one", "pass"), (b"bad", "fail"))
+    )
+    versions.promote_by_name(chat, one, HERE.key)
+    with pytest.raises(RegistryError, match="outcome on this verifier and runtime is fail"):
+        source(chat).admit(bad)
+    with pytest.raises(RegistryError, match=r"may not serve on vLLM 0\.31\.0: .*measured on vLLM 0\.32\.0"):
+        source(chat, vllm="0.31.0").admit(one)
+    versions.promote_by_name(chat, bad, HERE.key, force=True, why="to see it fail")
+    assert source(chat).admit(bad).forced_by == versions.actor(), "force waives the gate"
+    (verifier / "chat_template.jinja").write_text("{{ other }}")
+    for version in (one, bad):  # never the pair
+        with pytest.raises(VerifierError, match=f"is not the one of {chat} version {version}"):
+            source(chat).admit(version)
+    verifier.rename(verifier.with_name("moved"))
+    with pytest.raises(VerifierError, match="cannot be used"):
+        source(chat).admit(one)
+
+
+def test_serving_follows_other_hands_into_proven_cells_only(home: Path, verifier: Path, chat: str) -> None:
+    one, two = (register(home, verifier, chat, content, runtime_key=HERE.key) for content in (b"one", b"two"))
+    bad = register(home, verifier, chat, b"bad", runtime_key=HERE.key, gate_outcome="fail")
+    versions.promote_by_name(chat, one, HERE.key)
+    asked = source(chat)
+    assert asked.wanted() == one
+    client = tracking().client
+    client.set_registered_model_alias(chat, CHAMPION, bad)
+    assert asked.wanted() == one
+    client.set_registered_model_alias(chat, CHAMPION, two)
+    assert asked.wanted() == two
+    client.delete_model_version(chat, two)
+    with pytest.raises(RegistryError, match="has no version 2"):
+        asked.admit(asked.wanted())
+
+
+def test_what_serving_takes_back_moves_only_where_it_still_is_the_champion(
+    home: Path, verifier: Path, chat: str
+) -> None:
+    one, two, three = (
+        register(home, verifier, chat, content, runtime_key=HERE.key) for content in (b"one", b"two", b"three")
+    )
+    for version in (one, two, three):
+        versions.promote_by_name(chat, version, HERE.key)
+    asked = source(chat)
+    asked.take_back(two, "it fell")
+    assert asked.wanted() == three
+    asked.take_back(three, "it fell")
+    assert asked.wanted() == two
+    entry = audit_log(home, chat)[-1]
+    assert (entry.action, entry.who, entry.why) == ("rollback", "draftsmith serve", "it fell")
+    RegistrySource(chat, PREVIOUS, HERE).take_back(two, "not ours to move")
+    assert asked.wanted() == two
