@@ -120,6 +120,10 @@ def capture(
     overrides: SetOption = NO_OVERRIDES,
     rows: Annotated[int, typer.Option(min=1, help="prompts of one pass")] = 200,
     passes: Annotated[int, typer.Option(min=1, help="passes of each side and setting")] = 3,
+    backend: Annotated[
+        str | None,
+        typer.Option(metavar="STORE", help="records through this store, e.g. shm:bench or s3://BUCKET/PREFIX"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Capture speed beside the fastest prefill of the same engine without a connector."""
@@ -129,6 +133,9 @@ def capture(
     from speculators_core.data.rows import RowSet
 
     config = run.recipe.capture
+    if backend is not None:
+        name, options = locate_store(backend)
+        config = config.model_copy(update={"backend": name, "backend_config": options})
     batched = (512, 1024, 2048, 4096)
     settings = [BatchSettings(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=tokens) for tokens in batched]
     report = bench_capture(
@@ -147,6 +154,37 @@ def capture(
     print(json.dumps(report.model_dump(mode="json"), indent=2) if as_json else report.table())
     if report.ratio < 0.9 and not as_json:
         print("capture is more than 10 % slower than the fastest prefill", file=sys.stderr)
+
+
+@app.command()
+def store(
+    places: Annotated[
+        list[str], typer.Argument(metavar="STORE…", help="as in `draftsmith hs`, e.g. /records shm:bench")
+    ],
+    codec: Annotated[str, typer.Option(help="how states are encoded: none or fp8")] = "none",
+    mib: Annotated[int, typer.Option(min=1, help="states of a record, MiB")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="measured puts and gets of each")] = 10,
+    as_json: JsonOption = False,
+) -> None:
+    """Put and get of large records, beside plain writes and reads of the same bytes where there are such."""
+    for place in places:
+        locate_store(place)
+    from speculators_core.bench.store import bench_store
+
+    for place in places:
+        speed = bench_store(place, codec=codec, mib=mib, rounds=rounds)
+        print(speed.model_dump_json() if as_json else speed.line(), flush=True)
+
+
+def locate_store(place: str) -> tuple[str, dict[str, object]]:
+    """Backend and configuration at an address. ConfigError where it is none."""
+    from hs_connectors.errors import SettingsError
+    from hs_connectors.registry import locate
+
+    try:
+        return locate(place)
+    except SettingsError as error:
+        raise ConfigError(error.what, mend=error.mend) from error
 
 
 def require_peer(peer: Path) -> None:
