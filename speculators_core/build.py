@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,8 +58,12 @@ def train(request: TrainRequest) -> TrainReport:
         return TrainReport.model_validate_json(finished.read_text())
     config = request.training
     _set_threads(config)
-    with join(config.device) as world:
-        trainer, clipped, fill = _assemble(request, world)
+    with join(config.device) as world, ExitStack() as held:
+        with world.one_fate():
+            if world.is_main:
+                held.enter_context(sole_trainer(output))
+            states = held.enter_context(reading(request))
+        trainer, clipped, fill = _assemble(request, world, states)
         trainer.fit()
         report = _report(request, trainer, clipped, fill)
         if world.is_main:
@@ -75,13 +81,9 @@ def require_same_run(request: TrainRequest) -> None:
         TrainingError: it holds the run of other states, or of another draft.
         CaptureError: there is no finished hidden-state set.
     """
-    from speculators_core.states.sets import INDEX_NAME, SetIndex, StateSet
-
     _, settings = algorithm_of(request.algorithm)
-    facts = StateSet.open(Path(request.states)).facts
-    index = SetIndex.model_validate_json((Path(request.states) / INDEX_NAME).read_bytes())
     identity = {
-        "states": {**facts.model_dump(mode="json"), "rows": index.rows_digest},
+        "states": states_identity(request),
         "algorithm": settings.model_dump(mode="json"),
         "draft_vocabulary_size": request.draft_vocabulary_size,
         "warm_start": request.warm_start is not None,
@@ -99,7 +101,35 @@ def require_same_run(request: TrainRequest) -> None:
         )
 
 
-def _assemble(request: TrainRequest, world: World) -> tuple[Trainer, int, float]:
+def states_identity(request: TrainRequest) -> dict[str, Any]:
+    """What states a request trains on, in words that outlive where they lie. CaptureError: there is no finished set."""
+    from speculators_core.states.sets import INDEX_NAME, SetIndex, StateSet
+
+    if request.online is not None:
+        from speculators_core.states.online import facts_of
+
+        return {**facts_of(request.online).model_dump(mode="json"), "rows": request.online.dataset_digest}
+    facts = StateSet.open(Path(request.states)).facts
+    index = SetIndex.model_validate_json((Path(request.states) / INDEX_NAME).read_bytes())
+    return {**facts.model_dump(mode="json"), "rows": index.rows_digest}
+
+
+@contextmanager
+def sole_trainer(output: Path) -> Iterator[None]:
+    """Hold an output directory that is claimed already; the hold ends with this process, however it ends.
+
+    Raises:
+        TrainingError: another process trains there.
+    """
+    from speculators_core.store.use import only_holder
+
+    with only_holder(output / IDENTITY) as alone:
+        if not alone:
+            raise TrainingError(f"another process trains into {output}", mend="wait for its end, or end it first")
+        yield
+
+
+def _assemble(request: TrainRequest, world: World, states: States) -> tuple[Trainer, int, float]:
     """Everything wired together and, when the output holds a checkpoint, restored."""
     import torch
 
@@ -116,17 +146,17 @@ def _assemble(request: TrainRequest, world: World) -> tuple[Trainer, int, float]
     config, output = request.training, Path(request.output)
     output.mkdir(parents=True, exist_ok=True)
     algorithm, settings = algorithm_of(request.algorithm)
-    states = open_states(request, algorithm, settings)
     vocabulary = _draft_vocabulary(request, states, world)
     model = algorithm.build(settings, Path(request.verifier), vocabulary, config.seed)
     if request.warm_start is not None:
         start_from(model, Path(request.warm_start), head=request.warm_head, names=partial(algorithm.names, settings))
     objective = algorithm.objective(settings)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    rows = PackedRows(states, objective, "train", config.row_tokens, dtype=dtype)
-    held_out = PackedRows(
-        states, objective, "validation", config.row_tokens, dtype=dtype, limit=config.validation.max_rows
-    )
+    with world.one_fate():  # each looks at a row
+        rows = PackedRows(states, objective, "train", config.row_tokens, dtype=dtype)
+        held_out = PackedRows(
+            states, objective, "validation", config.row_tokens, dtype=dtype, limit=config.validation.max_rows
+        )
     plan = rows.epoch_plan(config.seed, 0)
     if plan.clipped:
         log.warning("%d of %d rows are longer than row_tokens=%d and are clipped", plan.clipped, len(rows.lengths),
@@ -161,23 +191,44 @@ def algorithm_of(settings: dict[str, Any]) -> tuple[Algorithm, StrictModel]:
         raise ConfigError(f"algorithm setting {where}: {first['msg']}") from error
 
 
+@contextmanager
+def reading(request: TrainRequest) -> Iterator[States]:
+    """The states that a request trains on: a set, or engines that are asked; these end with the block."""
+    algorithm, settings = algorithm_of(request.algorithm)
+    if request.online is None:
+        yield open_states(request, algorithm, settings)
+        return
+    from speculators_core.states.online import OnlineStates
+
+    with closing(OnlineStates.open(request.online)) as streamed:
+        yield wanted_layers(streamed, streamed.layer_ids, request, algorithm, settings)
+
+
 def open_states(request: TrainRequest, algorithm: Algorithm, settings: StrictModel) -> States:
     """The set, reduced to the layers that the algorithm reads. ConfigError names layers that it does not hold."""
     from speculators_core.states.sets import StateSet
+
+    states = StateSet.open(Path(request.states))
+    return wanted_layers(states, states.layer_ids, request, algorithm, settings)
+
+
+def wanted_layers(
+    states: States, layer_ids: tuple[int, ...], request: TrainRequest, algorithm: Algorithm, settings: StrictModel
+) -> States:
+    """States of these layers, reduced to those that the algorithm reads. ConfigError names layers that are missing."""
     from speculators_core.training.loader import SomeLayers
     from speculators_core.verifier.facts import read_facts
 
-    states = StateSet.open(Path(request.states))
     depth = read_facts(Path(request.verifier)).num_hidden_layers
     wanted = (*algorithm.aux_layers(settings, depth), depth)
-    missing = [layer for layer in wanted if layer not in states.layer_ids]
+    missing = [layer for layer in wanted if layer not in layer_ids]
     if missing:
         raise ConfigError(
-            f"the hidden-state set {request.states} lacks layers {missing}; it holds {list(states.layer_ids)}",
+            f"the hidden-state set {request.states} lacks layers {missing}; it holds {list(layer_ids)}",
             mend="capture again with these layers, or name captured ones in algorithm.aux_layers",
         )
-    places = [states.layer_ids.index(layer) for layer in wanted]
-    return states if places == list(range(len(states.layer_ids))) else SomeLayers(states, places)
+    places = [layer_ids.index(layer) for layer in wanted]
+    return states if places == list(range(len(layer_ids))) else SomeLayers(states, places)
 
 
 def _draft_vocabulary(request: TrainRequest, states: States, world: World) -> DraftVocabulary | None:

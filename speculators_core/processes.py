@@ -99,8 +99,9 @@ def supervise(
     """Start a command that dies with us.
 
     `env` is laid over our own environment (None removes a variable). `timeout_s` acts on the process: it is ended and
-    leaves with status 124. `grace_s` lies between SIGTERM and SIGKILL when the time is over, or we are. It may use
-    these `cores` alone, or all that we may. Output goes to `log` (appended). Orphans under `home` are reaped first. Raises DraftsmithError when the command cannot be started.
+    leaves with status 124. `grace_s` lies between SIGTERM and SIGKILL when the time is over, or we are. `cores` are the
+    processors that it may use, where not all of ours. Output goes to `log` (appended). Orphans under `home` are reaped
+    first. Raises DraftsmithError when the command cannot be started.
     """
     home = home.resolve()
     reap_orphans(home)

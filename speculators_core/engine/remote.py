@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from pydantic import Field, ValidationError
 
-from hs_connectors.contract import Reader
+from hs_connectors.contract import NORM_POINT, Reader
 from hs_connectors.errors import ConnectorError
 from speculators_core.engine.metrics import parse_prometheus
 from speculators_core.errors import ConfigError, EngineError
@@ -57,6 +57,7 @@ class Announcement(StrictModel):
     model: str = Field("", description="the verifier as the server was told it")
     max_model_len: int | None = Field(None, description="longest context in tokens")
     layer_ids: tuple[int, ...] = Field(description="captured layers")
+    norm_point: str = Field("unknown", description="where the last layer's state is taken")
     states_dtype: str = Field(description="dtype of the states in the engine")
     codec: str = Field("none", description="how states are encoded on the way")
     verifier_fingerprint: str = Field(description="of the verifier, as the server was told it")
@@ -79,6 +80,7 @@ class CaptureTerms(StrictModel):
     """What both sides must agree on before the first record."""
 
     layer_ids: tuple[int, ...] = Field(description="captured layers, ascending")
+    norm_point: str = Field(NORM_POINT, description="where the last layer's state is taken")
     states_dtype: str = Field(description="dtype that the verifier runs in")
     codec: str = Field(description="how states are encoded on the way")
     verifier_fingerprint: str = Field(description="digest of the verifier")
@@ -90,7 +92,7 @@ class CaptureTerms(StrictModel):
         """Names of the terms that the server does not meet."""
         names = [
             name
-            for name in ("layer_ids", "states_dtype", "codec", "verifier_fingerprint")
+            for name in ("layer_ids", "norm_point", "states_dtype", "codec", "verifier_fingerprint")
             if getattr(self, name) != getattr(announced, name)
         ]
         if (announced.max_model_len or 0) < (self.context or 0) and announced.max_model_len is not None:

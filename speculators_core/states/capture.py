@@ -21,7 +21,7 @@ from hs_connectors.registry import open_reader
 from speculators_core.engine.runtime import Runtime, probe_runtime
 from speculators_core.engine.server import Engine, ServerSpec, serve
 from speculators_core.errors import CaptureError, ConfigError, DiskSpaceError
-from speculators_core.states.collect import Collector, Rows, content_of, each, ids_of
+from speculators_core.states.collect import WHOLE, Collector, Rows, Share, content_of, each, ids_of
 from speculators_core.states.config import CaptureConfig
 from speculators_core.states.gates import check_layers, check_states
 from speculators_core.states.handshake import at_store, check_announcement, server_command, shake_hands, terms_of
@@ -175,7 +175,7 @@ def capture_rows(
     collector = plan_capture(rows, facts, layers, fingerprint, config, workspace)
     if config.source == "hf":
         return _capture_hf(rows, collector, config, workspace, verifier_dir, trust_remote_code, progress)
-    length = _context_for(collector, facts)
+    length = context_for(collector.longest, facts)
     spec = None
     if collector.missing():
         if runtime is None:
@@ -228,7 +228,7 @@ def capture(
     facts = read_facts(verifier_dir)
     layers = check_layers(layer_ids, facts.num_hidden_layers)
     collector = plan_capture(rows, facts, layers, fingerprint, config, workspace)
-    _context_for(collector, facts)
+    context_for(collector.longest, facts)
     reader = _reader(config, workspace)
     check_announcement(reader, terms_of(collector, config), engine)
     gate = ParityGate(rows, collector, config, verifier_dir, facts, False)
@@ -237,8 +237,29 @@ def capture(
     return conclude(collector, gate, workspace, tally)
 
 
+def plan_share(
+    rows: Rows,
+    verifier_dir: Path,
+    layer_ids: Sequence[int],
+    fingerprint: str,
+    config: CaptureConfig,
+    workspace: Path,
+    share: Share,
+) -> Collector:
+    """Plan or resume one engine's part of a capture. Raises as `plan_capture`."""
+    facts = read_facts(verifier_dir)
+    layers = check_layers(layer_ids, facts.num_hidden_layers)
+    return plan_capture(rows, facts, layers, fingerprint, config, workspace, share)
+
+
 def plan_capture(
-    rows: Rows, facts: VerifierFacts, layers: tuple[int, ...], fingerprint: str, config: CaptureConfig, workspace: Path
+    rows: Rows,
+    facts: VerifierFacts,
+    layers: tuple[int, ...],
+    fingerprint: str,
+    config: CaptureConfig,
+    workspace: Path,
+    share: Share = WHOLE,
 ) -> Collector:
     """Plan or resume a capture, and refuse at once what will not fit on the disk.
 
@@ -254,23 +275,23 @@ def plan_capture(
     )
     with storage_errors(workspace, "preparing a capture"):
         workspace.mkdir(parents=True, exist_ok=True)
-    collector = Collector(rows, states, workspace, config.shard_tokens)
+    collector = Collector(rows, states, workspace, config.shard_tokens, share)
     missing = collector.missing_tokens()
     in_flight = min(missing, _IN_FLIGHT * config.concurrency * collector.longest)  # records that lie beside the set
     require_disk(workspace, int((missing + in_flight) * states.bytes_per_token * 1.02))
     return collector
 
 
-def _context_for(collector: Collector, facts: VerifierFacts) -> int:
+def context_for(longest: int, facts: VerifierFacts) -> int:
     """The context that the longest row needs (one token is generated after it, one more is speculated on).
 
     Raises:
         CaptureError: it is longer than the verifier's.
     """
-    needed = collector.longest + 1
+    needed = longest + 1
     if needed > facts.max_position_embeddings:
         raise CaptureError(
-            f"the longest row has {collector.longest} tokens, and the verifier's context holds "
+            f"the longest row has {longest} tokens, and the verifier's context holds "
             f"{facts.max_position_embeddings}, one of which is generated",
             mend=f"set data.max_length to at most {facts.max_position_embeddings - 1}",
         )

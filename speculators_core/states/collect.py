@@ -26,6 +26,9 @@ from speculators_core.types import StrictModel
 logger = logging.getLogger(__name__)
 
 PLAN_NAME = "plan.json"
+Share = tuple[int, int]
+"""(i, n): every n-th shard from the i-th on."""
+WHOLE: Share = (0, 1)
 
 
 class Row(Protocol):
@@ -79,8 +82,10 @@ class Collector:
     Memory: one buffer for each shard that has some but not all rows; rows that arrive about in order keep that at two.
     """
 
-    def __init__(self, rows: Rows, facts: StatesFacts, workspace: Path, shard_tokens: int) -> None:
-        """Open or continue a workspace.
+    def __init__(
+        self, rows: Rows, facts: StatesFacts, workspace: Path, shard_tokens: int, share: Share = WHOLE
+    ) -> None:
+        """Open or continue a workspace; only the shards of `share` count as missing.
 
         Raises:
             DataError: no rows, an empty row, or two rows with one index.
@@ -97,6 +102,7 @@ class Collector:
             for number in range(len(bounds) - 1)
             for position in range(bounds[number], bounds[number + 1])
         }
+        self._mine = range(share[0], len(bounds) - 1, share[1])
         self._finished = {number for number in range(len(bounds) - 1) if self._is_finished(number)}
         self._buffers: dict[int, ShardBuffer] = {}
         self.reused_shards = len(self._finished)
@@ -122,11 +128,11 @@ class Collector:
         return max(self._lengths)
 
     def missing(self) -> list[int]:
-        """Positions of the rows that must be captured, in order."""
+        """Positions of the rows that must still be captured, in order."""
         bounds = self._plan.bounds
         return [
             position
-            for number in range(self.num_shards)
+            for number in self._mine
             if number not in self._finished
             for position in range(bounds[number], bounds[number + 1])
         ]

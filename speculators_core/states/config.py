@@ -1,11 +1,12 @@
-"""Settings of a capture."""
+"""Settings of a capture, and of states that training asks for while it runs."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
+from speculators_core.engine.remote import CaptureTerms
 from speculators_core.engine.runtime import Runtime
 from speculators_core.types import StrictModel
 
@@ -51,3 +52,79 @@ class CaptureConfig(StrictModel):
         description="largest size of the verifier in memory for that comparison, GiB; beyond it, the "
         "engine's next tokens are compared with those that the captured states give",
     )
+
+
+class Seat(StrictModel):
+    """One engine that captures."""
+
+    runtime: Runtime | None = Field(
+        None, description="a vLLM of its own: another interpreter, or a server; null: that which `capture` uses"
+    )
+    cores: tuple[int, ...] | None = Field(None, description="processors that it may use; null: all of them")
+
+    @model_validator(mode="after")
+    def _ours(self) -> Seat:
+        if self.cores is not None and self.runtime is not None and self.runtime.url is not None:
+            raise ValueError("`cores` is for engines that draftsmith starts itself")
+        return self
+
+
+class HiddenStatesConfig(StrictModel):
+    """Whether states are captured before training, or asked for while it runs. Nothing here changes their content."""
+
+    mode: Literal["offline", "online", "hybrid"] = Field(
+        "offline",
+        description="offline: captured before training · online: streamed from engines that run beside it, only "
+        "held-out rows are kept · hybrid: the same, and rows are kept as far as `cache_gib` goes",
+    )
+    engines: tuple[Seat, ...] = Field(
+        (Seat(),), min_length=1, description="engines that capture; several share the rows of either mode"
+    )
+    trainer_cores: tuple[int, ...] | None = Field(
+        None, description="processors that training beside engines may use; null: all of them"
+    )
+    window_tokens: int = Field(
+        32768, ge=1, description="tokens asked for ahead of the step: bounds memory, and what a stop throws away"
+    )
+    cache_gib: float = Field(0.0, ge=0, description="with hybrid: bytes of training rows kept for later epochs, GiB")
+    patience_s: float = Field(
+        300.0, gt=0, description="how long training waits while no engine answers before it stops with the cause, s"
+    )
+    restarts: int = Field(3, ge=0, description="times that each engine of ours is started again after it died")
+    lease_s: float = Field(
+        900.0, gt=0, description="age after which a record in a shared store is a dead reader's, and is removed, s"
+    )
+
+    @property
+    def streamed(self) -> bool:
+        """Whether training asks for its states, and nothing is captured before it."""
+        return self.mode != "offline"
+
+    @field_validator("engines", mode="before")
+    @classmethod
+    def _some(cls, value: Any) -> Any:
+        return [{}] * value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else value
+
+    @model_validator(mode="after")
+    def _fits(self) -> HiddenStatesConfig:
+        if self.cache_gib and self.mode != "hybrid":
+            raise ValueError("`cache_gib` belongs to mode hybrid")
+        if self.mode == "hybrid" and not self.cache_gib:
+            raise ValueError("mode hybrid needs `cache_gib`: how much may be kept")
+        return self
+
+
+class OnlineRequest(StrictModel):
+    """All that a training process is told about states that no set holds yet."""
+
+    dataset: str = Field(description="directory of the token rows")
+    dataset_digest: str = Field(description="digest of their content")
+    terms: CaptureTerms = Field(description="what every engine must be found to capture")
+    command: tuple[str, ...] = Field(description="how a server that captures this is started, for messages")
+    hidden_size: int = Field(ge=1, description="H")
+    book: str = Field(description="file that lists the engines as they are now")
+    cache: str = Field(description="directory of the rows that are kept")
+    capture: CaptureConfig = Field(description="concurrency, retries and time limits of the requests")
+    states: HiddenStatesConfig = Field(description="window, cache and patience")
+    ranks: int = Field(1, ge=1, description="training processes that share window and requests")
+    without_last: bool = Field(False, description="whether rows end before their last token, which was never an input")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -128,7 +128,7 @@ def _attempt(
     def take(generation: Generation) -> _Captured | str:
         row = rows.row(int(generation.id))
         try:
-            record = _fetch(generation, reader, engine, config.record_timeout_s)
+            record = fetch_record(generation, reader, engine.check, config.record_timeout_s)
         except (CaptureFailed, RecordTimeout, RecordError) as error:
             return error.what
         except ConnectorError as error:
@@ -170,8 +170,16 @@ def _attempt(
         yield from refusals()
 
 
-def _fetch(generation: Generation, reader: Reader, engine: Engine, timeout_s: float) -> Record:
-    """The record of a finished request; deleted from the backend once it is in memory."""
+def fetch_record(generation: Generation, reader: Reader, check: Callable[[], None], timeout_s: float) -> Record:
+    """The record of a finished request; deleted from the backend once it is in memory.
+
+    Args:
+        check: raises EngineError where the engine is gone; asked now and then while the record is awaited.
+
+    Raises:
+        CaptureFailed, RecordTimeout, RecordError: there is no record, or none that is whole.
+        CaptureError: the engine was not started for a capture.
+    """
     parameters = generation.kv_transfer_params
     if isinstance(parameters, Mapping) and "error" in parameters:
         raise CaptureFailed(str(parameters["error"]))
@@ -187,7 +195,7 @@ def _fetch(generation: Generation, reader: Reader, engine: Engine, timeout_s: fl
             record = reader.get(handle, min(_LOOK_S, timeout_s))
             break
         except RecordTimeout:
-            engine.check()  # a dead engine writes nothing any more: say so now
+            check()  # a dead engine writes nothing any more: say so now
             if time.monotonic() > deadline:
                 raise
         except (CaptureFailed, RecordError):

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from speculators_core.states.config import OnlineRequest
 from speculators_core.store.files import write_atomic
 from speculators_core.training.config import TrainingConfig
 from speculators_core.types import StrictModel
@@ -27,7 +28,8 @@ VOCABULARY, BEST = "draft_vocabulary.safetensors", "best"
 class TrainRequest(StrictModel):
     """All that a training process is told."""
 
-    states: str = Field(description="directory of the hidden-state set")
+    states: str = Field("", description="directory of the hidden-state set")
+    online: OnlineRequest | None = Field(None, description="in place of a set: where states are asked for")
     verifier: str = Field(description="directory of the verifier that the states come from")
     algorithm: dict[str, Any] = Field(description="`kind`, and that algorithm's own knobs")
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="how to train")

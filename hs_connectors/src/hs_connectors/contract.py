@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # keeps the settings importable where torch is not wanted
 
 CONNECTOR_NAME = "DraftsmithHiddenStates"
 SETTINGS_KEY = "draftsmith"
+NORM_POINT = "before the final norm"
+"""Where the state of the last layer id is taken, in an engine's announcement."""
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,128}")
 Payload = bytes | bytearray | memoryview
 """Bytes of a record; a backend that maps them hands out a view that outlives a delete."""

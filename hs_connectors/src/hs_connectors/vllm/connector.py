@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hs_connectors.contract import SETTINGS_KEY, CaptureSettings, Handle, Record, safe_key
+from hs_connectors.contract import NORM_POINT, SETTINGS_KEY, CaptureSettings, Handle, Record, safe_key
 from hs_connectors.registry import open_backend, open_writer
 from hs_connectors.spool import Spool
 from hs_connectors.vllm import compat
@@ -306,6 +306,7 @@ class _WorkerHalf:
             "schema": 1,
             "connector": version("draftsmith-hs-connectors"),
             "layer_ids": list(self._settings.layer_ids),
+            "norm_point": NORM_POINT,
             "states_dtype": self._dtype,
             "codec": self._settings.codec,
             "verifier_fingerprint": self._settings.verifier_fingerprint,

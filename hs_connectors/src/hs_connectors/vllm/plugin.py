@@ -12,6 +12,9 @@ from hs_connectors.contract import CONNECTOR_NAME
 from hs_connectors.errors import SettingsError
 from hs_connectors.probe import ProbeSettings
 
+PROCESSORS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else frozenset[int]()
+"""Those that this process may use, noted when vLLM loads its plugins: before it binds its threads to some of them."""
+
 
 def register() -> None:
     """Register the connector with vLLM; vLLM calls this in every process, some of them twice.

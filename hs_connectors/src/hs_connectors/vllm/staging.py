@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from hs_connectors.vllm.plugin import PROCESSORS
+
 _CHUNK_BYTES = 64 << 20
 """Device memory that one gather may take: what a long row needs beyond it is copied piece by piece."""
 
@@ -68,6 +70,6 @@ class Stager:
 
 
 def run_anywhere() -> None:
-    """Let the calling thread use every processor: on the CPU build it inherits the one of the engine's main thread."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    """Let the calling thread use all our processors: on the CPU build it inherits the one that its engine runs on."""
+    if PROCESSORS:
+        os.sched_setaffinity(0, PROCESSORS)

