@@ -188,11 +188,11 @@ def support(
     home = prepare_environment().home
     from speculators_core.engine.capabilities import probe_capabilities
     from speculators_core.engine.runtime import probe_runtime
-    from speculators_core.lifecycle.support import build_table, hf_causal_models, only
+    from speculators_core.lifecycle.support import build_table, hf_model_types, only
 
     chosen = as_runtime(runtime)
     found = probe_capabilities(chosen, home=home)
-    table = build_table(found, hf_causal_models(), vllm=probe_runtime(chosen, home=home).vllm)
+    table = build_table(found, hf_model_types(), vllm=probe_runtime(chosen, home=home).vllm)
     if architecture is not None:
         known = set(found.verifiers) | {name for one in table.algorithms for name in one.train}
         if architecture not in known:
@@ -224,6 +224,10 @@ def support(
                 (f"serve ({len(one.serve)})", f"no: {one.refused}" if one.refused else ", ".join(one.serve)),
             ],
         )
+    show_table(
+        "how verifiers end",
+        [(family.name, f"{family.ending}\n{', '.join(family.architectures)}") for family in table.families],
+    )
     show_table(f"not loadable by this vLLM {table.vllm}", list(table.unloadable.items()))
 
 

@@ -1,8 +1,9 @@
 """Which verifiers each algorithm accepts, for training and for serving, on the runtime at hand.
 
 Nothing here is a list that somebody keeps: algorithms come from the registry, verifiers and kinds of draft from the
-runtime's own registries, and what a Hugging Face forward can capture from the installed transformers. What only a
-verifier's directory can tell (its shape, a native head) is preflight's to check.
+runtime's own registries, what a Hugging Face forward can capture from the installed transformers, and how a verifier
+ends from the table of families. What only a verifier's directory can tell (its shape, a native head) is preflight's to
+check.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pydantic import Field, ValidationError
 from speculators_core import registry
 from speculators_core.engine.capabilities import Capabilities, VerifierSupport
 from speculators_core.types import Algorithm, StrictModel
+from speculators_core.verifier.families import FAMILIES, Family, family_of
 
 Road = Literal["engine", "hf"]
 
@@ -29,40 +31,70 @@ class AlgorithmSupport(StrictModel):
     note: str = ""
 
 
+class FamilySupport(StrictModel):
+    """A family whose facts, final norm, head and logits are known: what its verifiers end in."""
+
+    name: str
+    architectures: tuple[str, ...]
+    ending: str
+    refused: str | None = Field(description="why no draft is trained for it; None: drafts are")
+
+
 class SupportTable(StrictModel):
-    """Every algorithm, and the architectures that the runtime could not even load, with its reason."""
+    """Every algorithm and every known family, and what stands in an architecture's way."""
 
     vllm: str
     algorithms: tuple[AlgorithmSupport, ...]
-    unloadable: dict[str, str]
+    families: tuple[FamilySupport, ...]
+    unloadable: dict[str, str] = Field(description="architecture → why the runtime could not even load its class")
+    uncaptured: dict[str, str] = Field(description="architecture → why vLLM captures no hidden states of it")
 
 
-def build_table(capabilities: Capabilities, hf_architectures: frozenset[str], *, vllm: str) -> SupportTable:
+def build_table(capabilities: Capabilities, model_types: Mapping[str, str], *, vllm: str) -> SupportTable:
     """Put together what code and runtime say.
 
     Args:
-        hf_architectures: causal language models of the installed transformers.
+        model_types: of each architecture that the installed transformers runs, see `hf_model_types`.
     """
+    verifiers = capabilities.verifiers
     return SupportTable(
         vllm=vllm,
-        algorithms=tuple(_support(registry.resolve(name), capabilities, hf_architectures) for name in registry.names()),
-        unloadable={name: v.error for name, v in capabilities.verifiers.items() if v.error is not None},
+        algorithms=tuple(_support(registry.resolve(name), capabilities, model_types) for name in registry.names()),
+        families=tuple(_family(family, model_types) for family in FAMILIES),
+        unloadable={name: v.error for name, v in verifiers.items() if v.error is not None},
+        uncaptured={name: reason for name, v in verifiers.items() if (reason := _uncaptured(v)) is not None},
     )
 
 
-def hf_causal_models() -> frozenset[str]:
-    """Architectures that the installed transformers runs as causal language models."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def hf_model_types() -> dict[str, str]:
+    """Architecture → model type, of the language models that the installed transformers runs, multimodal ones too."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
-    return frozenset(str(name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    both = (*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items(), *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
+    return {str(architecture): str(model_type) for model_type, architecture in both}
 
 
-def _support(algorithm: Algorithm, capabilities: Capabilities, hf: frozenset[str]) -> AlgorithmSupport:
+def _family(family: Family, model_types: Mapping[str, str]) -> FamilySupport:
+    return FamilySupport(
+        name=family.name,
+        architectures=tuple(sorted(name for name, kind in model_types.items() if kind in family.model_types)),
+        ending=family.describe(),
+        refused=family.refused or None,
+    )
+
+
+def _support(algorithm: Algorithm, capabilities: Capabilities, hf: Mapping[str, str]) -> AlgorithmSupport:
     verifiers = capabilities.verifiers
     native = algorithm.stitch is not None
     train: dict[str, Road] = {}
-    for name in sorted(verifiers.keys() | hf):
-        if name in verifiers and _captured(verifiers[name]):
+    for name in sorted(verifiers.keys() | hf.keys()):
+        family = family_of(hf.get(name, ""))
+        if family is not None and family.refused:
+            continue
+        if name in verifiers and _uncaptured(verifiers[name]) is None:
             train[name] = "engine"
         elif name in hf:
             train[name] = "hf"
@@ -78,8 +110,13 @@ def _support(algorithm: Algorithm, capabilities: Capabilities, hf: frozenset[str
     )
 
 
-def _captured(verifier: VerifierSupport) -> bool:
-    return bool(verifier.aux_states) and not verifier.latent_attention
+def _uncaptured(verifier: VerifierSupport) -> str | None:
+    """Why vLLM cannot capture it; None: it can."""
+    if verifier.error is not None:
+        return verifier.error
+    if verifier.latent_attention:
+        return "its attention is latent (MLA), whose cache has no room for hidden states"
+    return None if verifier.aux_states else "it does not hand out its layers' states"
 
 
 def _refusal(name: str, native: bool, capabilities: Capabilities) -> str | None:
@@ -104,10 +141,10 @@ def _reads_layers(algorithm: Algorithm) -> bool:
 
 def only(table: SupportTable, architecture: str) -> Mapping[str, tuple[str, str]]:
     """Algorithm → (training, serving) in words, for one architecture."""
+    family = next((family for family in table.families if architecture in family.architectures), None)
     found = {}
     for one in table.algorithms:
-        road = one.train.get(architecture)
-        train = "no" if road is None else f"yes, captured by {'vLLM' if road == 'engine' else 'a Hugging Face forward'}"
+        train = _train_in_words(table, one.train.get(architecture), architecture, family)
         if one.refused is not None:
             serve = f"no: {one.refused}"
         elif architecture in table.unloadable:
@@ -116,3 +153,14 @@ def only(table: SupportTable, architecture: str) -> Mapping[str, tuple[str, str]
             serve = "yes" if architecture in one.serve else "no: it does not hand out its layers' states"
         found[one.algorithm] = train + (f" ({one.note})" if one.note else ""), serve
     return found
+
+
+def _train_in_words(table: SupportTable, road: Road | None, architecture: str, family: FamilySupport | None) -> str:
+    if family is not None and family.refused is not None:
+        return f"no: {family.refused}"
+    reason = table.uncaptured.get(architecture)
+    if road is None:
+        return "no" if reason is None else f"no: vLLM cannot capture it ({reason}), and transformers does not know it"
+    if road == "engine":
+        return "yes, captured by vLLM"
+    return "yes, captured by a Hugging Face forward" + ("" if reason is None else f": not by vLLM, since {reason}")

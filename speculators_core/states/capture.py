@@ -23,7 +23,7 @@ from speculators_core.engine.server import Engine, ServerSpec, serve
 from speculators_core.errors import CaptureError, ConfigError, DiskSpaceError
 from speculators_core.states.collect import WHOLE, Collector, Rows, Share, content_of, each, ids_of
 from speculators_core.states.config import CaptureConfig
-from speculators_core.states.gates import check_layers, check_states
+from speculators_core.states.gates import check_layers, check_source, check_states
 from speculators_core.states.handshake import at_store, check_announcement, server_command, shake_hands, terms_of
 from speculators_core.states.parity import ParityGate, ParityReport
 from speculators_core.states.sets import StateSet
@@ -264,8 +264,9 @@ def plan_capture(
     """Plan or resume a capture, and refuse at once what will not fit on the disk.
 
     Raises:
-        DataError, DiskSpaceError, StoreError.
+        ConfigError, DataError, DiskSpaceError, StoreError.
     """
+    check_source(config.source, facts)
     states = StatesFacts(
         layer_ids=layers,
         hidden_size=facts.hidden_size,

@@ -10,6 +10,7 @@ from torch import Tensor
 from hs_connectors.contract import Record
 from speculators_core.errors import CaptureError, ConfigError
 from speculators_core.states.shards import StatesFacts
+from speculators_core.verifier.facts import VerifierFacts
 
 _ENGINE_MEND = "check that the engine was started by this capture (layers, dtype, verifier) and run the command again"
 
@@ -38,6 +39,20 @@ def check_layers(layer_ids: Sequence[int], num_hidden_layers: int) -> tuple[int,
             mend="a draft is trained towards the verifier's last hidden state: add that id at the end",
         )
     return ids
+
+
+def check_source(source: str, facts: VerifierFacts) -> None:
+    """Whether that source can capture this verifier at all.
+
+    Raises:
+        ConfigError: the engine, and latent attention.
+    """
+    if source == "engine" and facts.latent_attention:
+        raise ConfigError(
+            f"capture.source is engine, but vLLM cannot capture {facts.model_type}: with latent attention (MLA) its "
+            "cache has no room for hidden states beside the keys",
+            mend="set capture.source to hf: a Hugging Face forward takes the same states",
+        )
 
 
 def check_record(record: Record, row: int, input_ids: Tensor, facts: StatesFacts) -> None:

@@ -18,60 +18,38 @@ import torch
 from torch import Tensor, nn
 
 from speculators_core.errors import CaptureError, VerifierError
+from speculators_core.verifier.facts import read_config
 
 logger = logging.getLogger(__name__)
 
 
-class HiddenStateForward:
-    """A verifier in memory that hands out hidden states of chosen layers.
+class StateCatcher:
+    """Hooks on a loaded verifier that keep what chosen layers made of the latest forward.
 
     Args:
         layer_ids: ascending ids 0 … N.
-        dtype: torch name; the forward runs in it.
 
     Raises:
-        VerifierError: transformers cannot load the directory, or its decoder layers cannot be found.
+        VerifierError: its decoder layers cannot be found.
     """
 
-    def __init__(
-        self, verifier_dir: Path, layer_ids: Sequence[int], dtype: str, *, trust_remote_code: bool = False
-    ) -> None:
-        from transformers import AutoModelForCausalLM
-
-        try:
-            with _no_progress_bar():
-                model = AutoModelForCausalLM.from_pretrained(
-                    verifier_dir,
-                    dtype=getattr(torch, dtype),
-                    trust_remote_code=trust_remote_code,
-                    local_files_only=True,
-                )
-        except (OSError, ValueError, ImportError) as error:
-            raise VerifierError(
-                f"transformers cannot load {verifier_dir}: {error}",
-                mend="check that it is a model directory whose model type the installed transformers knows",
-            ) from error
-        model.eval().requires_grad_(False)
-        # Without the head: logits of a long row would be larger than everything else together.
-        self._model: nn.Module = model.base_model
-        self._layers = decoder_layers(self._model, int(model.config.get_text_config().num_hidden_layers))
+    def __init__(self, model: Any, layer_ids: Sequence[int]) -> None:
+        # The text model's own: a vision tower may have a list of as many layers.
+        layers = decoder_layers(model.get_decoder(), int(model.config.get_text_config().num_hidden_layers))
         self._layer_ids = tuple(layer_ids)
         self._caught: dict[int, Tensor] = {}
         for layer_id in self._layer_ids:
-            if layer_id < len(self._layers):
-                self._layers[layer_id].register_forward_pre_hook(self._before(layer_id), with_kwargs=True)
+            if layer_id < len(layers):
+                layers[layer_id].register_forward_pre_hook(self._before(layer_id), with_kwargs=True)
             else:
-                self._layers[-1].register_forward_hook(self._after(layer_id))
+                layers[-1].register_forward_hook(self._after(layer_id))
 
-    def __call__(self, input_ids: Tensor) -> Tensor:
-        """States [T, K, H] of one sequence (int64 [T]), in the dtype of the forward.
+    def take(self) -> Tensor:
+        """States [T, K, H] of the forward's one sequence, in its dtype; then nothing is kept.
 
         Raises:
             CaptureError: a layer was not reached.
         """
-        self._caught.clear()
-        with torch.inference_mode():
-            self._model(input_ids=input_ids.to(torch.int64).unsqueeze(0), use_cache=False)
         missing = [layer for layer in self._layer_ids if layer not in self._caught]
         if missing:
             raise CaptureError(f"the forward never reached layers {missing}")
@@ -90,6 +68,63 @@ class HiddenStateForward:
             self._caught[layer_id] = (output[0] if isinstance(output, tuple) else output).detach()
 
         return hook
+
+
+class HiddenStateForward:
+    """A verifier in memory that hands out hidden states of chosen layers.
+
+    Args:
+        layer_ids: ascending ids 0 … N.
+        dtype: torch name; the forward runs in it.
+
+    Raises:
+        VerifierError: transformers cannot load the directory, or its decoder layers cannot be found.
+    """
+
+    def __init__(
+        self, verifier_dir: Path, layer_ids: Sequence[int], dtype: str, *, trust_remote_code: bool = False
+    ) -> None:
+        model = load_verifier(verifier_dir, dtype, trust_remote_code=trust_remote_code)
+        # Without the head: logits of a long row would be larger than everything else together.
+        self._model: nn.Module = model.base_model
+        self._catcher = StateCatcher(model, layer_ids)
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """States [T, K, H] of one sequence (int64 [T]), in the dtype of the forward.
+
+        Raises:
+            CaptureError: a layer was not reached.
+        """
+        with torch.inference_mode():
+            self._model(input_ids=input_ids.to(torch.int64).unsqueeze(0), use_cache=False)
+        return self._catcher.take()
+
+
+def load_verifier(verifier_dir: Path, dtype: str, *, trust_remote_code: bool = False) -> Any:
+    """The whole verifier as transformers runs it, frozen; a multimodal one with its towers.
+
+    Args:
+        dtype: torch name.
+
+    Raises:
+        VerifierError: transformers cannot load the directory.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    multimodal = read_config(verifier_dir).get("model_type") in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    kind = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    try:
+        with _no_progress_bar():
+            model = kind.from_pretrained(
+                verifier_dir, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code, local_files_only=True
+            )
+    except (OSError, ValueError, ImportError) as error:
+        raise VerifierError(
+            f"transformers cannot load {verifier_dir}: {error}",
+            mend="check that it is a model directory whose model type the installed transformers knows",
+        ) from error
+    return model.eval().requires_grad_(False)
 
 
 @contextmanager

@@ -10,32 +10,15 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
 from speculators_core.errors import VerifierError
 from speculators_core.types import Json, StrictModel
+from speculators_core.verifier.families import Family, NormConvention, family_of
 
 log = logging.getLogger(__name__)
-
-# Families whose final RMSNorm multiplies by 1 + w. Read off the norm classes in transformers 5.19 and vLLM 0.32
-# (GemmaRMSNorm); gemma3n and gemma4 returned to the plain form. Nested text types are listed by their own name.
-ONE_PLUS_FAMILIES = frozenset(
-    {
-        "gemma", "gemma2", "gemma3", "gemma3_text", "paligemma", "vaultgemma", "recurrent_gemma", "rnj1",
-        "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
-        "step3p5", "step3p7", "minimax_m3_vl", "minimax_m3_vl_text",
-    }
-)  # fmt: skip
-
-# Families whose final norm is a LayerNorm: a frozen RMSNorm would mis-scale every training target.
-LAYER_NORM_FAMILIES = frozenset(
-    {
-        "bloom", "cohere", "cohere2", "cohere2_moe", "dbrx", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
-        "gptj", "mpt", "nemotron", "olmo", "opt", "persimmon", "phi", "phimoe", "stablelm", "starcoder2",
-    }
-)  # fmt: skip
 
 _NESTED = ("text_config", "llm_config", "language_config")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -62,10 +45,11 @@ class VerifierFacts(StrictModel):
     bos_token_id: int | None = Field(description="First token of a sequence, where the tokenizer has one.")
     eos_token_id: tuple[int, ...] = Field(description="Ids that end a reply: config.json and generation_config.json.")
     pad_token_id: int | None = Field(description="Padding id, where one is named.")
-    norm_convention: Literal["plain", "one_plus"] = Field(description="Final norm multiplies by w, or by 1 + w.")
+    norm_convention: NormConvention = Field(description="Final norm multiplies by w, or by 1 + w.")
     final_logit_softcap: float | None = Field(description="c in c·tanh(logits / c), or None.")
     logit_scale: float = Field(description="Factor on the head's output; 1/logits_scaling for Granite.")
     is_moe: bool = Field(description="Whether the MLPs are mixtures of experts.")
+    latent_attention: bool = Field(description="Whether vLLM runs its attention as latent (MLA).")
     attention_bias: bool = Field(description="Biases in the attention projections.")
     mlp_bias: bool = Field(description="Biases in the MLP projections.")
 
@@ -81,10 +65,11 @@ def read_facts(verifier_dir: Path) -> VerifierFacts:
     model_type = str(text.get("model_type") or top.get("model_type") or "")
     if not model_type:
         raise VerifierError(f"{verifier_dir}/config.json names no model_type", mend="point at a transformers model")
-    if model_type in LAYER_NORM_FAMILIES:
+    family = family_of(model_type) or Family(model_type, (model_type,))
+    if family.refused:
         raise VerifierError(
-            f"verifiers of type {model_type!r} end in a LayerNorm; training targets are formed with an RMSNorm",
-            mend="use a verifier with a final RMSNorm (Llama, Qwen, Mistral, Gemma, Granite and their kin)",
+            f"no draft can be trained for a verifier of type {model_type!r}: {family.refused}",
+            mend="use a verifier of another family: `draftsmith support` lists them",
         )
     config = _Config(text, top, model_type, verifier_dir)
     heads = config.integer("num_attention_heads")
@@ -100,7 +85,7 @@ def read_facts(verifier_dir: Path) -> VerifierFacts:
         architectures=tuple(top.get("architectures") or text.get("architectures") or ()),
         hidden_size=hidden,
         vocab_size=config.integer("vocab_size"),
-        num_hidden_layers=config.integer("num_hidden_layers"),
+        num_hidden_layers=_depth(config),
         num_attention_heads=heads,
         num_key_value_heads=int(kv_heads or heads),
         head_dim=int(head_dim or hidden // heads),
@@ -114,10 +99,11 @@ def read_facts(verifier_dir: Path) -> VerifierFacts:
         bos_token_id=next(iter(_ids(config.optional("bos_token_id"))), None),
         eos_token_id=tuple(dict.fromkeys(ends)),
         pad_token_id=next(iter(_ids(config.optional("pad_token_id"))), None),
-        norm_convention="one_plus" if model_type in ONE_PLUS_FAMILIES else "plain",
-        final_logit_softcap=_softcap(config),
-        logit_scale=_logit_scale(config, hidden),
-        is_moe=any(int(config.written(key) or 0) > 1 for key in _EXPERT_COUNTS),
+        norm_convention=family.norm,
+        final_logit_softcap=_softcap(config, family),
+        logit_scale=_logit_scale(config, family),
+        is_moe=_has_experts(config),
+        latent_attention=family.latent and config.written("kv_lora_rank") is not None,
         attention_bias=bool(config.written("attention_bias") or config.written("qkv_bias")),
         mlp_bias=bool(config.written("mlp_bias")),
     )
@@ -208,32 +194,41 @@ def _rope(config: _Config) -> dict[str, Any]:
 
 
 def _tied(config: _Config, top: Mapping[str, Any]) -> bool:
-    # transformers ties by the outer model's flag where a multimodal config has one.
-    for source in (config.text, top):
+    # transformers ties by the outer model's flag where a multimodal config has one, whatever the nested one says.
+    for source in (top, config.text):
         if source.get("tie_word_embeddings") is not None:
             return bool(source["tie_word_embeddings"])
     return bool(config.defaults().get("tie_word_embeddings"))
 
 
-def _softcap(config: _Config) -> float | None:
-    # Only Gemma's kin cap by default; asking transformers for every other family would cost an import for nothing.
-    asked = "gemma" in config.model_type or config.model_type == "nanochat"
-    value = config.optional("final_logit_softcapping") if asked else config.written("final_logit_softcapping")
+def _depth(config: _Config) -> int:
+    """Number of decoder layers; hybrids may list their kinds instead."""
+    kinds = config.written("layers_block_type")
+    if config.written("num_hidden_layers") is None and kinds:
+        return len(kinds)
+    return config.integer("num_hidden_layers")
+
+
+def _has_experts(config: _Config) -> bool:
+    kinds = config.written("layers_block_type")  # a hybrid names its experts' width though it may have none
+    if kinds:
+        return "moe" in kinds
+    return any(int(config.written(key) or 0) > 1 for key in _EXPERT_COUNTS)
+
+
+def _softcap(config: _Config, family: Family) -> float | None:
+    # Asking transformers for every other family's default would cost an import for nothing.
+    value = config.optional(family.softcap) if family.softcap else config.written("final_logit_softcapping")
     return float(value) if value else None
 
 
-def _logit_scale(config: _Config, hidden_size: int) -> float:
-    """Factor on the logits: granite divides, hyperclovax multiplies, cohere and falcon_h1 have keys of their own."""
+def _logit_scale(config: _Config, family: Family) -> float:
+    """Factor on the logits: the family's own keys, and `logit_scale`, which vLLM's Llama reads of any config."""
     scale = float(config.written("logit_scale") or 1.0)
-    family = config.model_type
-    if family.startswith("granite"):
-        scale /= float(config.optional("logits_scaling") or 1.0)
-    elif family.startswith("hyperclovax"):
-        scale *= float(config.optional("logits_scaling") or 1.0)
-    elif family == "falcon_h1":
-        scale *= float(config.optional("lm_head_multiplier") or 1.0)
-    elif family.startswith("minicpm") and config.written("dim_model_base"):
-        scale *= float(config.written("dim_model_base")) / hidden_size
+    for key in family.times:
+        scale *= float(config.optional(key) or 1.0)
+    for key in family.over:
+        scale /= float(config.optional(key) or 1.0)
     return scale
 
 

@@ -45,6 +45,7 @@ NORM_KEYS = (
     "language_model.model.norm.weight",
     "model.text_model.norm.weight",
     "model.final_layernorm.weight",
+    "model.final_norm.weight",
     "backbone.norm_f.weight",
     "transformer.ln_f.weight",
 )
@@ -118,13 +119,21 @@ def read_head(verifier_dir: Path, facts: VerifierFacts | None = None) -> Verifie
     norm_key = _find(located, NORM_KEYS, "final norm", verifier_dir)
     embed = _read(located, embed_key, (facts.vocab_size, facts.hidden_size))
     norm = _read(located, norm_key, (facts.hidden_size,))
-    if facts.tie_word_embeddings:  # as vLLM: a tied model's own lm_head.weight, if stored at all, is not used
+    if facts.tie_word_embeddings and not any(key in located for key in HEAD_KEYS):
         return VerifierHead(embed, embed, norm)
     head_key = _find(located, HEAD_KEYS, "output head", verifier_dir)
     bias = head_key.removesuffix("weight") + "bias"
     if bias in located:
         raise VerifierError(f"{verifier_dir}: the output head has a bias ({bias}), which drafts cannot carry")
-    return VerifierHead(embed, _read(located, head_key, (facts.vocab_size, facts.hidden_size)), norm)
+    head = _read(located, head_key, (facts.vocab_size, facts.hidden_size))
+    if facts.tie_word_embeddings:
+        import torch
+
+        # As vLLM 0.32 (weight_tying.py) and transformers: a stored head counts where it is another matrix.
+        if torch.equal(head, embed):
+            return VerifierHead(embed, embed, norm)
+        log.warning("%s says that its head is its embedding, and holds another one: that one counts", verifier_dir)
+    return VerifierHead(embed, head, norm)
 
 
 def locate(verifier_dir: Path) -> dict[str, Path]:

@@ -133,8 +133,8 @@ def geometry_for(
 def flatten_rope(parameters: Any) -> dict[str, Any]:
     """One rotation for all layers of the draft: verifiers with one per layer type give the sliding one.
 
-    A partial rotary factor is dropped, since the draft turns whole heads; multi-axis sections are for images and
-    the draft only reads text, where all axes agree.
+    A partial rotary factor is dropped, since the draft turns whole heads, and so is Gemma 4's way to turn a part of
+    them ("proportional"); multi-axis sections are for images and the draft only reads text, where all axes agree.
     """
     rope = dict(parameters or {})
     for kind in (SLIDING, FULL):
@@ -144,6 +144,6 @@ def flatten_rope(parameters: Any) -> dict[str, Any]:
     kind_of_rope = rope.get("rope_type", rope.get("type", "default"))
     for key in ("type", "partial_rotary_factor", "mrope_interleaved", "mrope_section"):
         rope.pop(key, None)
-    rope["rope_type"] = "default" if kind_of_rope == "mrope" else kind_of_rope
+    rope["rope_type"] = "default" if kind_of_rope in ("mrope", "proportional") else kind_of_rope
     rope.setdefault("rope_theta", 10000.0)
     return rope

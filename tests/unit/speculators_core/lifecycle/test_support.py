@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from speculators_core import registry
 from speculators_core.engine.capabilities import Capabilities, DraftSupport, VerifierSupport
-from speculators_core.lifecycle.support import build_table, hf_causal_models, only
+from speculators_core.lifecycle.support import build_table, hf_model_types, only
 
 PLAIN = VerifierSupport(aux_states=True, latent_attention=False, error=None)
 LATENT = VerifierSupport(aux_states=True, latent_attention=True, error=None)
@@ -22,7 +22,7 @@ def capabilities(**drafts: DraftSupport) -> Capabilities:
 
 
 def test_every_algorithm_of_the_registry_has_its_line():
-    table = build_table(capabilities(), frozenset({"Closed", "Plain", "OnlyHF"}), vllm="0.32.0")
+    table = build_table(capabilities(), {"Closed": "a", "Plain": "b", "OnlyHF": "c", "Normed": "opt"}, vllm="0.32.0")
     assert tuple(one.algorithm for one in table.algorithms) == registry.names()
     assert table.unloadable == {"Broken": "ModuleNotFoundError: torchvision"}
     line = next(one for one in table.algorithms if one.algorithm == "eagle3")
@@ -34,7 +34,7 @@ def test_what_the_model_runner_lacks_is_no_serving():
     lacking = DraftSupport(refusal="candidate heads", asked=True)
     line = next(
         one
-        for one in build_table(capabilities(eagle3=lacking), frozenset(), vllm="0").algorithms
+        for one in build_table(capabilities(eagle3=lacking), {}, vllm="0").algorithms
         if one.algorithm == "eagle3"
     )
     assert line.serve == () and line.refused == "its model runner lacks candidate heads"
@@ -42,12 +42,28 @@ def test_what_the_model_runner_lacks_is_no_serving():
 
 
 def test_one_architecture_in_words():
-    table = build_table(capabilities(), frozenset({"Closed"}), vllm="0.32.0")
+    known = {"Closed": "a", "Normed": "cohere2", "Latent": "deepseek_v3"}
+    table = build_table(capabilities(), known, vllm="0.32.0")
     assert only(table, "Plain")["eagle3"] == ("yes, captured by vLLM", "yes")
-    assert only(table, "Latent")["eagle3"] == ("no", "yes")
+    train, serve = only(table, "Latent")["eagle3"]
+    assert train.startswith("yes, captured by a Hugging Face forward: not by vLLM, since its attention is latent (MLA)")
+    assert serve == "yes"
     assert only(table, "Closed")["eagle3"][1].startswith("no: it does not hand out")
-    assert only(table, "Broken")["eagle3"] == ("no", "no: ModuleNotFoundError: torchvision")
+    assert only(table, "Normed")["eagle3"][0].startswith("no: it ends in a LayerNorm")
+    train, serve = only(table, "Broken")["eagle3"]
+    assert "transformers does not know it" in train and serve == "no: ModuleNotFoundError: torchvision"
 
 
-def test_transformers_knows_its_causal_models():
-    assert {"LlamaForCausalLM", "Qwen3ForCausalLM"} <= hf_causal_models()
+def test_families_say_how_their_verifiers_end():
+    by_name = {family.name: family for family in build_table(capabilities(), hf_model_types(), vllm="0").families}
+    gemma = by_name["Gemma 1 to 3"]
+    assert gemma.ending == "RMSNorm by 1 + w, logits capped by final_logit_softcapping"
+    assert {"Gemma2ForCausalLM", "Gemma3ForConditionalGeneration"} <= set(gemma.architectures)
+    assert by_name["Granite"].ending == "RMSNorm, logits over logits_scaling"
+    assert by_name["models that end in a LayerNorm"].refused and by_name["Llama"].refused is None
+
+
+def test_transformers_knows_its_language_models():
+    found = hf_model_types()
+    assert found["LlamaForCausalLM"] == "llama"
+    assert found["Qwen2_5_VLForConditionalGeneration"] == "qwen2_5_vl"

@@ -49,10 +49,16 @@ def test_known_names(tmp_path: Path, prefix: str, head: str) -> None:
     assert torch.equal(read.norm_H, named[f"{prefix}norm.weight"])
 
 
-def test_tied_heads_are_the_embedding_even_where_a_head_is_stored(tmp_path: Path) -> None:
-    for head in (None, "lm_head.weight"):
-        read = read_head(verifier(tmp_path / "v", tensors(head=head), tie_word_embeddings=True))
+def test_tied_heads_are_the_embedding_unless_another_matrix_is_stored(tmp_path: Path) -> None:
+    """As vLLM 0.32 and transformers 5.19 decide it: a copy is tied, another head counts, whatever config.json says."""
+    named = tensors(head=None)
+    copied = named | {"lm_head.weight": named["model.embed_tokens.weight"].clone()}
+    for stored in (named, copied):
+        read = read_head(verifier(tmp_path / "v", stored, tie_word_embeddings=True))
         assert read.tied and read.head_VH is read.embed_VH
+    other = tensors()
+    read = read_head(verifier(tmp_path / "v", other, tie_word_embeddings=True))
+    assert not read.tied and torch.equal(read.head_VH, other["lm_head.weight"])
 
 
 def test_sharded_index(tmp_path: Path) -> None:
