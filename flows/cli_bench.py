@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from flows.cli_hs import connector_errors
 from flows.cli_support import (
     NO_OVERRIDES,
     JsonOption,
@@ -134,7 +135,10 @@ def capture(
 
     config = run.recipe.capture
     if backend is not None:
-        name, options = locate_store(backend)
+        from hs_connectors.registry import locate
+
+        with connector_errors():
+            name, options = locate(backend)
         config = config.model_copy(update={"backend": name, "backend_config": options})
     batched = (512, 1024, 2048, 4096)
     settings = [BatchSettings(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=tokens) for tokens in batched]
@@ -167,24 +171,12 @@ def store(
     as_json: JsonOption = False,
 ) -> None:
     """Put and get of large records, beside plain writes and reads of the same bytes where there are such."""
-    for place in places:
-        locate_store(place)
     from speculators_core.bench.store import bench_store
 
     for place in places:
-        speed = bench_store(place, codec=codec, mib=mib, rounds=rounds)
+        with connector_errors():
+            speed = bench_store(place, codec=codec, mib=mib, rounds=rounds)
         print(speed.model_dump_json() if as_json else speed.line(), flush=True)
-
-
-def locate_store(place: str) -> tuple[str, dict[str, object]]:
-    """Backend and configuration at an address. ConfigError where it is none."""
-    from hs_connectors.errors import SettingsError
-    from hs_connectors.registry import locate
-
-    try:
-        return locate(place)
-    except SettingsError as error:
-        raise ConfigError(error.what, mend=error.mend) from error
 
 
 def require_peer(peer: Path) -> None:

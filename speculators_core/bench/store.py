@@ -19,9 +19,7 @@ import torch
 from pydantic import Field
 
 from hs_connectors.contract import Handle, Record
-from hs_connectors.errors import ConnectorError
 from hs_connectors.registry import locate, open_reader, open_writer
-from speculators_core.errors import StoreError
 from speculators_core.types import StrictModel
 
 LAYERS, HIDDEN = (2, 15, 27, 30), 2048
@@ -61,20 +59,17 @@ def bench_store(place: str, *, codec: str = "none", mib: int = 16, rounds: int =
         rounds: measured puts and gets of each side.
 
     Raises:
-        StoreError: the store cannot be opened or refuses.
+        ConnectorError: the address or the codec is unknown, or the store refuses.
     """
-    try:
-        name, config = locate(place)
-        record = _make_record(mib)
-        ours = _through_store(name, config, codec, record)
-        raw = _RAW[name](config, record) if name in _RAW else None
-        mine, plain = [], []
-        for number in range(rounds + 1):
-            mine.append(ours(number))
-            if raw is not None:
-                plain.append(raw(number))
-    except ConnectorError as error:
-        raise StoreError(error.what, mend=error.mend) from error
+    name, config = locate(place)
+    record = _make_record(mib)
+    ours = _through_store(name, config, codec, record)
+    raw = _RAW[name](config, record) if name in _RAW else None
+    mine, plain = [], []
+    for number in range(rounds + 1):
+        mine.append(ours(number))
+        if raw is not None:
+            plain.append(raw(number))
     num_bytes = record.hidden_states.nbytes
     put, get = _medians(mine[1:])
     raw_put, raw_get = _medians(plain[1:]) if plain else (None, None)

@@ -6,6 +6,7 @@ import pytest
 
 from hs_connectors import BACKENDS, open_backend, open_reader, open_writer
 from hs_connectors.errors import SettingsError, UnknownName
+from hs_connectors.registry import locate
 
 
 def test_an_unknown_backend_lists_the_known() -> None:
@@ -44,3 +45,27 @@ def test_another_distribution_can_add_a_backend(tmp_path: Path, monkeypatch: pyt
     assert open_backend("file", {"root": str(tmp_path)}).name == "file"
     with pytest.raises(UnknownName, match="install theirs"):
         open_backend("broken", {})
+
+
+@pytest.mark.parametrize(
+    ("address", "name", "config"),
+    [
+        ("/records", "file", {"root": "/records"}),
+        ("records", "file", {"root": "records"}),
+        ("./a:b", "file", {"root": "./a:b"}),
+        ("file:/records", "file", {"root": "/records"}),
+        ("shm:space", "shm", {"space": "space"}),
+        ("s3://bucket/prefix", "s3", {"root": "s3://bucket/prefix"}),
+        ("mooncake:host:50051", "mooncake", {"master": "host:50051"}),
+        ('mooncake:{"master": "h:1", "space": "x"}', "mooncake", {"master": "h:1", "space": "x"}),
+        ('theirs:{"option": 1}', "theirs", {"option": 1}),
+    ],
+)
+def test_an_address_says_which_store(address: str, name: str, config: dict[str, object]) -> None:
+    assert locate(address) == (name, config)
+
+
+@pytest.mark.parametrize(("address", "words"), [("pigeon:loft", "no backend"), ("shm:", "where"), ("shm:{x", "JSON")])
+def test_an_address_of_nothing_is_refused(address: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        locate(address)
