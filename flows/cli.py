@@ -12,6 +12,7 @@ import typer
 
 from flows import (
     cli_bench,
+    cli_convert,
     cli_data,
     cli_demo,
     cli_deploy,
@@ -214,6 +215,7 @@ cli_serve.add_to(app)
 cli_parity.add_to(app)
 cli_gc.add_to(app)
 cli_stitch.add_to(app)
+cli_convert.add_to(app)
 
 
 def describe_os_error(error: OSError) -> DraftsmithError:

@@ -15,11 +15,14 @@ from flows.cli_support import (
     RecipeArgument,
     SetOption,
     load,
+    numbers,
     prepare_environment,
     show_model,
+    show_table,
 )
 
 if TYPE_CHECKING:
+    from speculators_core.data.coverage import Coverage
     from speculators_core.run import Run
 
 app = typer.Typer(no_args_is_help=True, help="Look at token rows, let the verifier write prompts or replies.")
@@ -117,6 +120,54 @@ def regenerate(
         progress=run.progress,
     )
     show_model(report, as_json)
+
+
+@app.command()
+def vocabulary(
+    recipe: RecipeArgument,
+    overrides: SetOption = NO_OVERRIDES,
+    sizes: Annotated[str | None, typer.Option(help="sizes to look at, e.g. 8192,16000; default: powers of two")] = None,
+    enough: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="share of the tokens of unseen replies that a draft shall be able to say"),
+    ] = 0.995,
+    plot: Annotated[Path | None, typer.Option(help="PNG file to write")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how much of the data a draft vocabulary of each size covers, and suggest one.
+
+    A smaller vocabulary makes each drafted token cheaper; a token that it lacks always ends a draft.
+    """
+    run = open_run(recipe, overrides)
+    from speculators_core import stages
+    from speculators_core.data.coverage import plot as draw
+    from speculators_core.data.coverage import tabulate
+    from speculators_core.data.rows import RowSet
+
+    rows = RowSet.open(run.store.path(stages.prepare(run).ref))
+    chosen = () if sizes is None else numbers("--sizes", sizes)
+    table = tabulate(rows, run.facts.vocab_size, chosen, enough=enough, given=run.given_vocabulary)
+    if plot is not None:
+        draw(table, plot)
+    if as_json:
+        show_model(table, as_json)
+        return
+    lines = [(f"{row.size:,}", shares(row)) for row in table.sizes]
+    if table.given is not None:
+        lines.append((f"given: {table.given.size:,}", shares(table.given)))
+    show_table(f"draft vocabulary: share of {sum(table.tokens.values()):,} supervised tokens", lines)
+    print(f"suggested: draft_vocabulary: {table.suggested if table.suggested < table.verifier_size else 'null'}")
+    if table.caution is not None:
+        print(f"caution: {table.caution}")
+    if plot is not None:
+        print(f"plot: {plot}")
+
+
+def shares(row: Coverage) -> str:
+    """A size's coverage as one cell."""
+    unseen = "" if row.unseen is None else f", unseen {row.unseen:.2%}"
+    domains = ", ".join(f"{name} {share:.2%}" for name, share in row.by_domain.items())
+    return f"training {row.train:.2%}{unseen}" + (f"  ({domains})" if len(row.by_domain) > 1 else "")
 
 
 def open_run(recipe: Path, overrides: Sequence[str]) -> Run:

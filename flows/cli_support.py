@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from speculators_core.config import Recipe
     from speculators_core.run import Run, StageResult
+    from speculators_core.summary import LoopSummary
     from tasks.adapters.settings import Settings
 
 RecipeArgument = Annotated[
@@ -77,6 +78,14 @@ class ProgressLine:
             )
 
 
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """Whole numbers between commas; ConfigError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} {text!r} is not a list of whole numbers", mend="write them as 2,15,27") from None
+
+
 def model_of(target: str) -> str:
     """The registered model that is meant: a recipe's deployment where a recipe file is named."""
     path = Path(target)
@@ -95,6 +104,20 @@ def copy_draft(source: Path, target: Path) -> None:
     if target.exists():
         raise ConfigError(f"{target} exists already", mend="name a new directory")
     shutil.copytree(source, target)
+
+
+def show_loop(summary: LoopSummary, target: Path, as_json: bool) -> None:
+    """Write what a loop found, and print it as JSON or as a table with where to go on."""
+    from speculators_core.summary import rows
+
+    summary.write(target)
+    if as_json:
+        print(summary.model_dump_json(indent=2, by_alias=True))
+        return
+    show_table(summary.recipe, rows(summary))
+    print(f"report       {target}")
+    print("pages        make ui   (Prefect's and MLflow's, over the same stores)")
+    print(f"serve it     vllm serve {summary.draft.path}")
 
 
 def show_model(value: BaseModel, as_json: bool, text: str | None = None) -> None:

@@ -232,11 +232,11 @@ def wanted_layers(
 
 
 def _draft_vocabulary(request: TrainRequest, states: States, world: World) -> DraftVocabulary | None:
-    """The tokens of the draft to start from, or the most frequent supervised ones of the training rows.
+    """The tokens that are given, those of the draft to start from, or the most frequent supervised ones.
 
     Kept in the output for the export.
     """
-    from speculators_core.data.vocabulary import select_draft_vocabulary
+    from speculators_core.data.vocabulary import given_vocabulary, select_draft_vocabulary
     from speculators_core.verifier.facts import read_facts
 
     size = request.draft_vocabulary_size
@@ -244,13 +244,19 @@ def _draft_vocabulary(request: TrainRequest, states: States, world: World) -> Dr
     if size is None or size == verifier_size:
         return None
     counts = supervised_counts(states, verifier_size)
-    vocabulary = select_draft_vocabulary(counts, size, verifier_size)
-    if request.warm_start is not None and request.warm_head:
+    vocabulary, chosen_by = select_draft_vocabulary(counts, size, verifier_size), "frequency"
+    best = vocabulary.coverage(counts)
+    if request.draft_vocabulary_from is not None:
+        vocabulary = given_vocabulary(Path(request.draft_vocabulary_from), verifier_size, size)
+        chosen_by = request.draft_vocabulary_from
+    elif request.warm_start is not None and request.warm_head:
         known = read_vocabulary(Path(request.warm_start))
         if known is not None and (len(known.d2t), len(known.t2d)) == (size, verifier_size):
-            kept, best = known.coverage(counts), vocabulary.coverage(counts)
-            log.info("draft vocabulary of warm_start covers=%.4f of the supervised tokens, best=%.4f", kept, best)
-            vocabulary = known
+            vocabulary, chosen_by = known, "warm_start"
+    log.info(
+        "draft vocabulary by=%s covers=%.4f of the supervised tokens best=%.4f",
+        chosen_by, vocabulary.coverage(counts), best,
+    )  # fmt: skip
     if world.is_main:
         import safetensors.torch
 

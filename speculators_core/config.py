@@ -82,6 +82,10 @@ class Recipe(StrictModel):
         None, ge=1, description="size of the draft's vocabulary; null keeps the verifier's"
     )
     training: TrainingConfig = Field(default_factory=TrainingConfig)
+    draft_vocabulary_from: str | None = Field(
+        None,
+        description="exported draft, or file of d2t and t2d tables, that names these tokens; null: the most frequent",
+    )
     export: ExportConfig = Field(default_factory=ExportConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     gate: GateConfig = Field(default_factory=GateConfig)
@@ -96,6 +100,12 @@ class Recipe(StrictModel):
         return self
 
     @field_validator("algorithm")
+    @model_validator(mode="after")
+    def _tokens_have_a_number(self) -> Recipe:
+        if self.draft_vocabulary_from is not None and self.draft_vocabulary is None:
+            raise ValueError("draft_vocabulary_from needs draft_vocabulary: say how many tokens it names")
+        return self
+
     @classmethod
     def _known_algorithm(cls, value: dict[str, Any]) -> dict[str, Any]:
         if "kind" not in value:

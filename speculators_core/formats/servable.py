@@ -72,7 +72,7 @@ def check_servable(draft: ExportedDraft) -> None:
         check_native_head(draft.tensors, problems)
     if problems:
         raise FormatError(
-            "vLLM would not serve this draft: " + "; ".join(problems[:6]), mend="export the draft again from its run"
+            "vLLM would not serve this draft: " + "; ".join(problems), mend="export the draft again from its run"
         )
 
 
@@ -92,22 +92,23 @@ def _feature_draft_tensors(config: SpeculatorConfig, problems: list[str]) -> dic
             f"vLLM would size fc for {assumed} features, not {features}: set num_aux_hidden_states in the layer config"
         )
     hidden, vocab, draft_vocab = layer["hidden_size"], layer["vocab_size"], config.draft_vocab_size
+    width = config.target_hidden_size or hidden
     tensors: dict[str, Shape] = {
         "embed_tokens.weight": (vocab, hidden),
         "lm_head.weight": (draft_vocab, hidden),
-        "fc.weight": (hidden, features * hidden),
+        "fc.weight": (hidden, features * width),
         "norm.weight": (hidden,),
         "layers.0.hidden_norm.weight": (hidden,),
     }
     if draft_vocab != vocab:  # vLLM makes room for d2t on inequality only, and refuses it otherwise
         tensors |= {"d2t": (draft_vocab,), "t2d": (vocab,)}
     if config.norm_before_fc:
-        tensors["input_norm.weight"] = (features * hidden,)
+        tensors["input_norm.weight"] = (features * width,)
     if config.fc_norm:
-        tensors |= {f"fc_norm.{index}.weight": (hidden,) for index in range(features)}
+        tensors |= {f"fc_norm.{index}.weight": (width,) for index in range(features)}
     for index in range(layer["num_hidden_layers"]):
-        width = 2 * hidden if index == 0 else hidden
-        tensors |= layer_shapes(layer, index, width, normed_heads=style == "qwen3")
+        rows = 2 * hidden if index == 0 else hidden
+        tensors |= layer_shapes(layer, index, rows, normed_heads=style == "qwen3")
     return tensors
 
 

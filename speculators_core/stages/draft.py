@@ -136,5 +136,6 @@ def model_card(run: Run) -> ModelCard:
         verifier_license=verifier.license,
         data_license=run.recipe.export.data_license,
         verifier_fingerprint=run.fingerprint.digest,
+        draft_vocabulary_from=run.recipe.draft_vocabulary_from,
         facts={"verifier revision": verifier.revision} if verifier.revision else {},
     )

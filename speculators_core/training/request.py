@@ -34,6 +34,9 @@ class TrainRequest(StrictModel):
     algorithm: dict[str, Any] = Field(description="`kind`, and that algorithm's own knobs")
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="how to train")
     draft_vocabulary_size: int | None = Field(None, ge=1, description="tokens the draft can propose; null: all")
+    draft_vocabulary_from: str | None = Field(
+        None, description="draft or file of tables that names them; null: the most frequent supervised ones"
+    )
     output: str = Field(description="directory to write into, and to go on in")
     warm_start: str | None = Field(
         None, description="checkpoint or exported draft whose trainable weights to start from; null: random ones"

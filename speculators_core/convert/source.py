@@ -1,0 +1,124 @@
+"""A draft's directory in a layout that is not ours yet: its config, its tensors' names, and, when asked, the tensors.
+
+Safetensors are read, in one file or several. A pickle runs code when it is opened, so `.bin` and `.pt` files are
+refused with the way to convert them; `allow_bin` opens them with torch's restricted unpickler, which makes tensors
+and plain containers only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speculators_core.errors import FormatError, VerifierError
+from speculators_core.formats.directory import CONFIG, MASK_EMBEDDING, read_config
+from speculators_core.verifier.weights import locate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PICKLED = (".bin", ".pt", ".pth")
+SAFE_COMMAND = (
+    "python -c \"import torch, safetensors.torch as s; t = torch.load('{name}', map_location='cpu', "
+    "weights_only=True); s.save_file({{k: v.contiguous().clone() for k, v in t.items()}}, 'model.safetensors')\""
+)
+"""What turns a pickled file into one that may be read, without running what else it holds."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A directory with config.json and weights.
+
+    allow_bin: pickled weights may be opened by the restricted unpickler.
+    """
+
+    directory: Path
+    allow_bin: bool = False
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json; FormatError where there is none."""
+        return read_config(self.directory)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors; of safetensors, only the headers are read. FormatError where there are no weights."""
+        pickled = self._pickled()
+        return frozenset(self._located if pickled is None else self._unpickled(pickled))
+
+    def digest(self) -> str:
+        """sha256 over config and weights, wherever the directory lies."""
+        digest = hashlib.sha256()
+        kept = (".safetensors", *PICKLED)
+        files = (path for path in self.directory.iterdir() if path.name == CONFIG or path.suffix in kept)
+        for path in sorted(files):
+            with path.open("rb") as file:
+                digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        return digest.hexdigest()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors on the CPU, and the mask's own embedding where a DFlash draft keeps it in a file of its own."""
+        from safetensors import safe_open
+
+        pickled = self._pickled()
+        if pickled is not None:
+            return dict(self._unpickled(pickled))
+        found: dict[str, Tensor] = {}
+        for file in sorted(set(self._located.values())):
+            with safe_open(file, framework="pt") as opened:
+                found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 — not a mapping
+        mask = self.directory / MASK_EMBEDDING
+        if mask.is_file() and "mask_embedding" not in found:
+            content = self._unpickled(mask)
+            found["mask_embedding"] = content.get("embedding", content.get(""))  # type: ignore[assignment]
+        return found
+
+    @cached_property
+    def _located(self) -> Mapping[str, Path]:
+        try:
+            return locate(self.directory)
+        except VerifierError as error:
+            raise FormatError(error.what, mend=error.mend) from error
+
+    def _pickled(self) -> Path | None:
+        """The pickled file that holds the weights; None where safetensors do."""
+        files = sorted(path for path in self.directory.iterdir() if path.is_file())
+        if any(path.suffix == ".safetensors" for path in files):
+            return None
+        pickled = [path for path in files if path.suffix in PICKLED and path.name != MASK_EMBEDDING]
+        if len(pickled) > 1:
+            raise FormatError(
+                f"{self.directory} keeps its weights in {len(pickled)} pickled files",
+                mend="convert each of them with `"
+                + SAFE_COMMAND.format(name=pickled[0].name)
+                + "`, under its own name",
+            )
+        return pickled[0] if pickled else None
+
+    def _unpickled(self, path: Path) -> Mapping[str, Tensor]:
+        """The one place that opens a pickle, where the user has said that it may."""
+        from pickle import UnpicklingError
+
+        import torch
+
+        if not self.allow_bin:
+            raise FormatError(
+                f"{path} is a pickle, which can run code when it is opened",
+                mend=f"in that directory: {SAFE_COMMAND.format(name=path.name)}   (or say --allow-bin, which reads it "
+                "with torch's restricted unpickler)",
+            )
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except (UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise FormatError(f"{path} holds more than tensors, or is torn: {reason}") from error
+        if isinstance(content, torch.Tensor):
+            return {"": content}
+        plain = isinstance(content, Mapping) and all(isinstance(name, str) for name in content)
+        if not plain:
+            raise FormatError(f"{path} holds no tensors by name")
+        return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
