@@ -147,7 +147,6 @@ def serve_model(source: RegistrySource, model: str, config: ServeConfig, runtime
     """
     home = settings().home
     with _alone(model):
-        source.admit(source.wanted())  # what is wrong with it is said before anything starts
         fleet = Fleet(config, runtime, home, home / "serving" / model)
         Supervisor(model, source, config, fleet, home, tell).run()
 

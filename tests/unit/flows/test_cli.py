@@ -31,7 +31,7 @@ def test_help_names_every_stage_and_imports_nothing_heavy() -> None:
         [sys.executable, "-m", "flows.cli", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     stages = ("preflight", "prepare", "capture", "train", "export", "evaluate", "register")
-    for name in ("retrain", *stages, "promote", "rollback", "history", "matrix", "support", "gc", "pin"):
+    for name in ("retrain", *stages, "promote", "rollback", "history", "matrix", "support", "serve", "gc", "pin"):
         assert name in shown
 
 
@@ -53,6 +53,9 @@ def test_help_names_every_stage_and_imports_nothing_heavy() -> None:
         (("plan", "nothing.yaml"), 2, "no recipe at nothing.yaml"),
         (("diff", "nobody here", "tests"), 1, "does not exist"),
         (("deploy",), 2, "there is no Prefect server to deploy to"),
+        (("serve", "chat", "--runtime", "http://gpu:8000"), 2, "starts its engines itself"),
+        (("serve", "chat", "--set", "training.epochs=2"), 2, "needs a recipe"),
+        (("serve", "chat", "--set", "serve.prot=1"), 2, "did you mean `port`?"),
         (("frobnicate",), 2, "No such command"),
     ],
 )
