@@ -43,8 +43,9 @@ class DraftSummary(StrictModel):
 
 
 class AcceptanceSummary(StrictModel):
-    """Served acceptance, counted by the engine; al = 1 + accepted / drafts."""
+    """Acceptance; al = 1 + accepted / drafts."""
 
+    measured_by: str = Field(description="what counted: engine, or reference where it could not serve the draft")
     k: int
     al: float
     interval: tuple[float, float]
@@ -103,8 +104,8 @@ class LoopSummary(StrictModel):
     runtime: RuntimeSummary
     draft: DraftSummary
     acceptance: AcceptanceSummary
-    lossless: LosslessSummary
-    speed: SpeedSummary
+    lossless: LosslessSummary | None = Field(description="null: not measured")
+    speed: SpeedSummary | None = Field(description="null: not measured")
     training: TrainingSummary
     registry: RegistrySummary
     gate: GateSummary
@@ -120,20 +121,31 @@ class LoopSummary(StrictModel):
 
 def rows(summary: LoopSummary) -> Sequence[tuple[str, str]]:
     """Label and value pairs for a table on the terminal."""
-    a, s = summary.acceptance, summary.speed
+    a, s, lossless = summary.acceptance, summary.speed, summary.lossless
     low, high = a.interval
+    by = "" if a.measured_by == "engine" else f"; by the {a.measured_by} loop, not served"
     cached = sum(stage.cached for stage in summary.stages)
     found: list[tuple[str, str]] = [
         ("verifier", f"{summary.verifier.name}  {summary.verifier.fingerprint[:12]}"),
         ("runtime", f"vLLM {summary.runtime.vllm}"),
         ("draft", f"{summary.draft.algorithm}  {summary.draft.path}"),
-        ("acceptance length", f"{a.al:.3f}  (95 % interval {low:.3f} to {high:.3f}) at K = {a.k}, {a.prompts} prompts"),
+        (
+            "acceptance length",
+            f"{a.al:.3f}  (95 % interval {low:.3f} to {high:.3f}) at K = {a.k}, {a.prompts} prompts{by}",
+        ),
         ("by position", "  ".join(f"{rate:.3f}" for rate in a.per_position)),
         (
             "identical replies",
-            f"{summary.lossless.identical} of {summary.lossless.prompts}; rounding parts others, see the gate",
+            "not measured"
+            if lossless is None
+            else f"{lossless.identical} of {lossless.prompts}; rounding parts others, see the gate",
         ),
-        ("tokens/s", f"{s.with_draft:.0f} with, {s.without:.0f} without, {s.concurrency} requests at once; {s.arms}"),
+        (
+            "tokens/s",
+            "not measured"
+            if s is None
+            else f"{s.with_draft:.0f} with, {s.without:.0f} without, {s.concurrency} requests at once; {s.arms}",
+        ),
         ("training", f"{summary.training.tokens:,} tokens in {summary.training.seconds:.0f} s"),
         ("registered", f"{summary.registry.model} version {summary.registry.version or '-'}  {list_aliases(summary)}"),
         ("gate", f"{summary.gate.outcome}: {'; '.join(summary.gate.reasons)}"),

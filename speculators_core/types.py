@@ -157,25 +157,29 @@ class DraftContext:
     """All that an engine has fed its draft of one request when a drafting step begins, positions 0 to T − 1.
 
     input_ids int64 [T]: the token *after* each position, the last one the newest · aux_TAH [T, A·H] features of the
-    positions, not joined yet.
+    positions, not joined yet: states of the layers that the draft reads, or of the last one where it reads no others.
     """
 
     input_ids: Tensor
     aux_TAH: Tensor
 
 
-@dataclass(frozen=True)
-class Replay:
-    """How an algorithm's own module repeats what an engine drafted: the seam of the parity ladder.
+Choose = Callable[[int, "Tensor"], int]
+"""(place in a draft from 0, logits [V] of the token there) -> that token."""
 
-    config       (config.json's content) -> the knobs it states; FormatError when it is no such draft
-    logits       (model, DraftContext, drafted int64 [K]) -> [K, V], −inf for tokens that it cannot propose; a draft
-                 that continues from its own tokens is fed `drafted`, a parallel one reads its length only
-    conventions  boolean knobs to try the other way round when the logits differ
+
+@dataclass(frozen=True)
+class Proposer:
+    """How an algorithm's own module drafts as it is served: the seam of the reference loop and the parity ladder.
+
+    config       (ExportedDraft) -> the knobs it states; FormatError when it is no such draft
+    logits       (model, DraftContext, k, Choose) -> [K, V], −inf for tokens that it cannot propose. `Choose` is asked
+                 for every place in order; a draft that continues from its own tokens goes on from the answers
+    conventions  boolean knobs to try the other way round when the logits differ from an engine's
     """
 
-    config: Callable[[Mapping[str, Any]], StrictModel]
-    logits: Callable[[nn.Module, DraftContext, Tensor], Tensor]
+    config: Callable[[ExportedDraft], StrictModel]
+    logits: Callable[[nn.Module, DraftContext, int, Choose], Tensor]
     conventions: tuple[str, ...] = ()
 
 
@@ -189,7 +193,7 @@ class Algorithm:
     export      (config, model, publish) -> ExportedDraft
     aux_layers  (config, num_hidden_layers) -> auxiliary layer ids, ascending and distinct
     check       (config, DraftPlan) -> None; ConfigError for what could only fail after capture or training
-    replay      how its module repeats what an engine drafted; None: not told yet
+    proposer    how its module drafts as it is served; None: not told yet
     stitch      (draft_dir, verifier_dir, target, *, link) -> number of tensors replaced; writes the verifier with the
                 draft in it, which vLLM then serves by the method of the algorithm's name; None: a draft is served alone
     names       (config, exported tensors) -> the same by the model's own names, to start training from a draft
@@ -202,7 +206,7 @@ class Algorithm:
     export: Callable[..., ExportedDraft]
     aux_layers: Callable[..., tuple[int, ...]]
     check: Callable[..., None] = accept
-    replay: Replay | None = None
+    proposer: Proposer | None = None
     stitch: Callable[..., int] | None = None
     names: Callable[..., Mapping[str, Tensor]] = same_names
 
@@ -226,6 +230,7 @@ __all__ = [
     "Aligned",
     "ArtifactRef",
     "Batch",
+    "Choose",
     "Counted",
     "DraftContext",
     "DraftPlan",
@@ -233,7 +238,7 @@ __all__ = [
     "Json",
     "Objective",
     "ProgressCallback",
-    "Replay",
+    "Proposer",
     "Sample",
     "Split",
     "StepResult",

@@ -119,7 +119,8 @@ def register_draft(run: Run, draft: ArtifactRef, evaluation: ArtifactRef) -> Reg
 
 def version_facts(run: Run, draft: ArtifactRef, evaluation: ArtifactRef, parent: str) -> VersionFacts:
     """What the version's tags will say."""
-    recipe, acceptance = run.recipe, read_evaluation(run, evaluation).acceptance
+    recipe, report = run.recipe, read_evaluation(run, evaluation)
+    acceptance = report.acceptance
     return VersionFacts(
         draft_digest=draft.digest,
         verifier_name=verifier_name(run),
@@ -132,6 +133,7 @@ def version_facts(run: Run, draft: ArtifactRef, evaluation: ArtifactRef, parent:
         runtime_key=run.runtime.key,
         algorithm=str(recipe.algorithm["kind"]),
         k=acceptance.k,
+        measured_by=report.measured_by,
         al=acceptance.al,
         al_low=acceptance.interval.low if acceptance.interval else None,
         prefect_flow_run_id=flow_run_id(),
@@ -217,7 +219,7 @@ def summarise(
     by_name = {result.name: result for result in results}
     report = read_evaluation(run, by_name["evaluate"].ref)
     a, speed, lossless = report.acceptance, report.told_speed, report.lossless
-    assert speed is not None and lossless is not None and a.interval is not None
+    assert a.interval is not None
     trained = by_name["train"].summary
     times = [StageTime(name=r.name, seconds=round(r.seconds, 2), cached=r.cached) for r in results]
     times += [StageTime(name=r.name, seconds=round(r.seconds, 2), cached=r.cached) for r in (registration, promotion)]
@@ -231,6 +233,7 @@ def summarise(
             digest=by_name["export"].ref.digest,
         ),
         acceptance=AcceptanceSummary(
+            measured_by=report.measured_by,
             k=a.k,
             al=a.al,
             interval=(a.interval.low, a.interval.high),
@@ -240,8 +243,12 @@ def summarise(
             prompts=a.prompts,
             tokens=a.tokens,
         ),
-        lossless=LosslessSummary(prompts=lossless.prompts, identical=lossless.identical),
-        speed=SpeedSummary(
+        lossless=None
+        if lossless is None
+        else LosslessSummary(prompts=lossless.prompts, identical=lossless.identical),
+        speed=None
+        if speed is None
+        else SpeedSummary(
             with_draft=speed.with_, without=speed.without, concurrency=speed.concurrency, arms=speed.arms
         ),
         training=TrainingSummary(

@@ -75,6 +75,7 @@ def build_report(
         reported=decision.reported,
         prompts=candidate.acceptance.prompts,
         k=candidate.acceptance.k,
+        measured=candidate.measured_in_words,
         arms=arms_of(
             candidate,
             against,

@@ -78,6 +78,7 @@ class CandidateReport(StrictModel):
     reported: tuple[str, ...] = Field((), description="what was measured and not gated")
     prompts: int
     k: int
+    measured: str = Field(description="what counted: the engine, or the reference loop")
     arms: tuple[Arm, ...]
     speeds: tuple[Speed, ...]
     parts: tuple[PartLine, ...]
@@ -159,7 +160,7 @@ def to_markdown(report: CandidateReport) -> str:
         f"# {report.model} version {report.version}: {report.outcome}",
         "",
         f"{report.algorithm} draft for {report.verifier} on vLLM {report.vllm}, recipe {report.recipe}; "
-        f"{report.prompts} prompts, K = {report.k}, temperature 0.",
+        f"{report.prompts} prompts, K = {report.k}, temperature 0, counted by {report.measured}.",
         "",
         *(f"- {reason}" for reason in (*report.reasons, *report.reported)),
         "",

@@ -51,6 +51,7 @@ def compare(
         _require_same(alternating.identity, measured.identity, ("draft", "verifier_fingerprint", "runtime_key"))
     report = EvaluationReport(
         identity=measured.identity,
+        measured_by=measured.measured_by,
         acceptance=summarise(measured, config),
         lossless=None if alone is None else _lossless(alone, measured, config),
         speed=None if alone is None else _speed(alone, measured),

@@ -29,6 +29,12 @@ class EvaluationConfig(StrictModel):
     change what the engine does, so that a cached run survives a change of, say, the seed of the bootstrap.
     """
 
+    measured_by: Literal["auto", "engine", "reference"] = Field(
+        default="auto",
+        description="what counts accepted tokens: the engine, or the reference loop (one sequence at a time, on a "
+        "Hugging Face verifier), which proves nothing that could be promoted. auto: the engine, unless pre-flight has "
+        "seen that it cannot serve the draft and export.allow_unservable lets it pass.",
+    )
     k: int | None = Field(default=3, ge=1, description="Drafted tokens a step; null: what the draft's config names.")
     max_prompts: int = Field(default=128, ge=1, description="Prompts to draw, in the order of the prepared set.")
     max_new_tokens: int = Field(default=128, ge=1, description="Longest reply in tokens.")

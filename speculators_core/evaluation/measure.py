@@ -32,9 +32,10 @@ from speculators_core.evaluation.records import (
     prompts_digest,
     read_baseline,
     read_replies,
+    write_measurement,
     write_replies,
 )
-from speculators_core.evaluation.report import Divergence, Identity, PromptCounts, write_jsonl, write_text
+from speculators_core.evaluation.report import Divergence, Identity, PromptCounts, write_text
 from speculators_core.evaluation.runs import Conditions, Run, generation_requests, run_prompts, warm_up
 from speculators_core.evaluation.served import draft_digest, drafted_tokens, require_served, served_directory
 from speculators_core.types import ProgressCallback
@@ -195,10 +196,7 @@ def _measure(
         divergences=divergences,
         per_prompt=per_prompt,
     )
-    output.mkdir(parents=True, exist_ok=True)
-    write_jsonl(output / "per_prompt.jsonl", per_prompt)
-    write_text(output / "measurement.json", measurement.model_dump_json(indent=2) + "\n")
-    log.info("%s: AL %.3f at K = %d on %d prompts", identity.draft[:12], counted.acceptance_length, k, len(chosen))
+    write_measurement(output, measurement)
     return measurement
 
 

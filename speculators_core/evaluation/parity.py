@@ -28,8 +28,9 @@ from speculators_core.engine.config import ServerSpec
 from speculators_core.engine.metrics import SpecDecodeCounters
 from speculators_core.engine.runtime import Runtime
 from speculators_core.engine.server import serve
-from speculators_core.errors import ConfigError, DraftsmithError
-from speculators_core.evaluation.parity_logits import LogitParity, ServedDraft, read_steps, replay_steps
+from speculators_core.errors import ConfigError, DraftsmithError, EvaluationError
+from speculators_core.evaluation.drafts import ServedDraft
+from speculators_core.evaluation.parity_logits import LogitParity, read_steps, replay_steps
 from speculators_core.evaluation.served import drafted_tokens, served_directory, speculation
 from speculators_core.states.parity import compare_states
 from speculators_core.types import Json, StrictModel
@@ -95,7 +96,7 @@ def walk_ladder(
     Raises:
         ConfigError: a runtime given by URL (its owner would have to turn the probe on), or no prompts.
         EngineError: the engine did not start, or died.
-        EvaluationError: nothing was recorded, or the algorithm has no replay.
+        EvaluationError: nothing was recorded, or the probe does not see how the algorithm is served.
         FormatError: the draft is not one of ours.
     """
     if runtime.url is not None:
@@ -107,6 +108,8 @@ def walk_ladder(
     if not prompts:
         raise ConfigError("there are no prompts held back", mend="set data.evaluation_prompts and prepare again")
     draft = ServedDraft.open(draft_dir, verifier_dir)
+    if draft.algorithm.stitch is not None:
+        raise EvaluationError(f"the draft probe does not see a head that is served inside its verifier ({draft.name})")
     k = config.k or drafted_tokens(draft_dir)
     longest = max(len(prompt.prompt_token_ids) for prompt in prompts) + config.max_new_tokens + k
     rendered = max(rows.length(index) for index in range(rows.num_rows))  # the rows that the first rung asks for
@@ -140,7 +143,7 @@ def walk_ladder(
     logits, choices = replay_steps(steps, draft, config.dtype)
     return Ladder(
         draft=str(draft_dir),
-        algorithm=draft.algorithm.name,
+        algorithm=draft.name,
         vllm=engine.info.vllm,
         rungs=(
             tokens,
@@ -177,9 +180,7 @@ def _hidden_states(
     chosen = dict(enumerate(list(last.values())[: config.states_rows]))
     if not chosen:
         return "skipped", "no rows were asked for"
-    layers = draft.algorithm.aux_layers(
-        draft.seam.config(draft.exported.config), read_facts(verifier_dir).num_hidden_layers
-    )
+    layers = draft.algorithm.aux_layers(draft.config, read_facts(verifier_dir).num_hidden_layers)
     reference = reference_states(
         verifier_dir,
         [(index, step.token_ids) for index, step in chosen.items()],

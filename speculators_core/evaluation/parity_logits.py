@@ -7,7 +7,6 @@ the same draft directory is loaded into the algorithm's own module and fed the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 
 from hs_connectors.errors import ConnectorError
 from hs_connectors.probe import ProbedStep, follow_requests, read_batches
-from speculators_core import registry
-from speculators_core.errors import EvaluationError, FormatError
-from speculators_core.formats.directory import read_draft
-from speculators_core.types import Algorithm, DraftContext, ExportedDraft, Replay, StrictModel
+from speculators_core.errors import EvaluationError
+from speculators_core.evaluation.drafts import ServedDraft
+from speculators_core.types import Choose, DraftContext, StrictModel
 
 TOLERANCE = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.03}
 """Largest norm of the difference that one position's logits may have, as a part of the norm of the engine's, by the
@@ -96,69 +94,6 @@ class LogitParity(StrictModel):
         return text
 
 
-@dataclass(frozen=True)
-class ServedDraft:
-    """A draft directory with the algorithm whose module repeats what it drafts."""
-
-    exported: ExportedDraft
-    algorithm: Algorithm
-    seam: Replay
-    verifier_dir: Path
-
-    @classmethod
-    def open(cls, draft_dir: Path, verifier_dir: Path) -> ServedDraft:
-        """Read a draft, ours to believe as it lies there; `verifier_dir` gives the frozen parts' shapes.
-
-        Raises:
-            FormatError: it cannot be read, or names no algorithm of ours.
-            EvaluationError: its algorithm has no replay yet.
-        """
-        exported = read_draft(draft_dir)
-        name = exported.config.get("speculators_model_type")
-        if name not in registry.names():
-            raise FormatError(f"{draft_dir}/config.json names the algorithm {name!r}", mend="name a draft's directory")
-        algorithm = registry.resolve(str(name))
-        if algorithm.replay is None:
-            raise EvaluationError(f"draft logits of {name} cannot be replayed yet")
-        return cls(exported, algorithm, algorithm.replay, verifier_dir)
-
-    def module(self, *, turned: str | None = None) -> nn.Module:
-        """The module that is trained, with the draft's tensors in it.
-
-        Args:
-            turned: a boolean knob to turn the other way; tensors that only one of the two ways has are left alone.
-
-        Raises:
-            FormatError: tensors are missing, unknown, or of another shape.
-        """
-        config, tensors = self.seam.config(self.exported.config), self.exported.tensors
-        if turned is not None:
-            config = type(config).model_validate(config.model_dump() | {turned: not getattr(config, turned)})
-        vocabulary = None
-        if "d2t" in tensors:
-            from speculators_core.data.vocabulary import DraftVocabulary
-
-            vocabulary = DraftVocabulary(d2t=tensors["d2t"], t2d=tensors["t2d"])
-        model = self.algorithm.build(config, self.verifier_dir, vocabulary, 0).eval()
-        mine = {name: value for name, value in model.state_dict().items() if not name.startswith("teacher.")}
-        shared = sorted(mine.keys() & tensors.keys())
-        odd = [f"{n}: {list(tensors[n].shape)}" for n in shared if tensors[n].shape != mine[n].shape]
-        if turned is None:
-            # what is frozen may be left out: the engine takes the verifier's, as `build` did
-            frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-            odd += [f"{name} is missing" for name in sorted(mine.keys() - tensors.keys() - frozen)]
-            odd += [f"{name} is unknown" for name in sorted(tensors.keys() - mine.keys())]
-        if odd:
-            raise FormatError(
-                f"the draft's tensors are not those of its config.json: {'; '.join(odd[:4])}",
-                mend="export the draft again",
-            )
-        with torch.no_grad():
-            for name in shared:
-                mine[name].copy_(tensors[name])
-        return model
-
-
 def replay(recording: Path, draft_dir: Path, verifier_dir: Path, *, dtype: str, max_steps: int = 256) -> LogitParity:
     """Feed a probe's recording through our module of the draft and compare.
 
@@ -167,7 +102,7 @@ def replay(recording: Path, draft_dir: Path, verifier_dir: Path, *, dtype: str, 
         max_steps: replay no more than this many.
 
     Raises:
-        EvaluationError: nothing was recorded that could be replayed, or the algorithm has no replay yet.
+        EvaluationError: nothing was recorded that could be replayed, or the algorithm has no proposer yet.
         FormatError: the draft cannot be read, or is not one of ours.
     """
     draft = ServedDraft.open(draft_dir, verifier_dir)
@@ -183,7 +118,7 @@ def replay_steps(steps: Sequence[ProbedStep], draft: ServedDraft, dtype: str) ->
     found, choices = _compare(steps, draft, draft.module(), dtype)
     if found.holds:
         return found, choices
-    for name in draft.seam.conventions:
+    for name in draft.proposer.conventions:
         try:
             model = draft.module(turned=name)
         except ValueError:  # excluded by another knob
@@ -201,11 +136,12 @@ def _compare(
     choices: list[Tensor] = []
     with torch.inference_mode():
         for step in steps:
-            ours_KV = draft.seam.logits(model, DraftContext(step.fed_ids, step.features), step.drafted)
+            context = DraftContext(step.fed_ids, step.features)
+            ours_KV = draft.proposer.logits(model, context, step.drafted.numel(), _as_drafted(step.drafted))
             rows.append(_Rows.of(step.logits.float(), ours_KV.float(), step.drafted, tolerance))
             choices.append(ours_KV.argmax(dim=-1))
     parity = LogitParity(
-        algorithm=draft.algorithm.name,
+        algorithm=draft.name,
         dtype=dtype,
         requests=len({step.request_id for step in steps}),
         steps=len(steps),
@@ -216,6 +152,12 @@ def _compare(
         tied_steps=sum(bool(row.tied.any()) for row in rows),
     )
     return parity, choices
+
+
+def _as_drafted(drafted_K: Tensor) -> Choose:
+    """Each token is what the engine fed to the next, whatever we would choose."""
+    tokens: list[int] = drafted_K.tolist()
+    return lambda place, _: tokens[place]
 
 
 class _Rows:

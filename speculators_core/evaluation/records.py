@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +14,19 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from speculators_core.errors import EvaluationError
-from speculators_core.evaluation.report import Divergence, Identity, PromptCounts, Speed, read_jsonl
+from speculators_core.evaluation.report import (
+    Divergence,
+    Identity,
+    MeasuredBy,
+    PromptCounts,
+    Speed,
+    read_jsonl,
+    write_jsonl,
+    write_text,
+)
 from speculators_core.types import StrictModel
+
+log = logging.getLogger(__name__)
 
 
 class EvaluationPrompt(Protocol):
@@ -62,9 +74,13 @@ class Baseline(StrictModel):
 
 
 class Measurement(StrictModel):
-    """One run with a draft; drafts, accepted and per_position are the engine's counters over exactly this run."""
+    """One run with a draft; drafts, accepted and per_position are the engine's counters over exactly this run.
+
+    measured_by: an engine that serves the draft, or the reference loop, which counts by the same rules.
+    """
 
     identity: Identity
+    measured_by: MeasuredBy = "engine"
     k: int
     count: int
     max_new_tokens: int
@@ -118,6 +134,22 @@ def read_measurement(directory: Path) -> Measurement:
         return measurement.model_copy(update={"per_prompt": read_jsonl(directory / "per_prompt.jsonl")})
     except (OSError, ValidationError, ValueError) as error:
         raise EvaluationError(f"{directory} holds no measurement: {error}", mend="measure it again") from error
+
+
+def write_measurement(output: Path, measurement: Measurement) -> None:
+    """Write measurement.json and per_prompt.jsonl into `output`."""
+    output.mkdir(parents=True, exist_ok=True)
+    write_jsonl(output / "per_prompt.jsonl", measurement.per_prompt)
+    write_text(output / "measurement.json", measurement.model_dump_json(indent=2) + "\n")
+    al, by = 1 + measurement.accepted / max(measurement.drafts, 1), measurement.measured_by
+    log.info(
+        "draft=%s al=%.3f k=%d prompts=%d by=%s",
+        measurement.identity.draft[:12],
+        al,
+        measurement.k,
+        measurement.count,
+        by,
+    )
 
 
 def read_speed(directory: Path) -> SpeedMeasurement:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -18,6 +19,7 @@ from speculators_core.evaluation.statistics import Interval
 from speculators_core.types import StrictModel
 
 SCHEMA_VERSION = 1
+MeasuredBy = Literal["engine", "reference"]
 
 
 class PromptCounts(StrictModel):
@@ -124,12 +126,15 @@ class Identity(StrictModel):
 class EvaluationReport(StrictModel):
     """Everything that a gate or a reader needs of one draft on one verifier and runtime.
 
+    measured_by: the engine, or the reference loop, which stands in where the engine cannot serve the draft.
+
     speed: of the two counted runs, one engine after the other: cheap, and blind to a machine that drifts ·
     alternating: by alternating arms, one entry for each concurrency; empty unless the gate requires speed.
     """
 
     schema_version: int = SCHEMA_VERSION
     identity: Identity
+    measured_by: MeasuredBy = "engine"
     acceptance: Acceptance
     lossless: Lossless | None
     speed: Speed | None
@@ -137,6 +142,13 @@ class EvaluationReport(StrictModel):
     config: EvaluationConfig
     seconds: float
     per_prompt: tuple[PromptCounts, ...] = Field(default=(), exclude=True)
+
+    @property
+    def measured_in_words(self) -> str:
+        """What counted, as a reader is told."""
+        if self.measured_by == "engine":
+            return f"vLLM {self.identity.vllm}"
+        return f"the reference loop, not served: vLLM {self.identity.vllm} was not asked"
 
     @property
     def told_speed(self) -> Speed | None:
@@ -190,7 +202,7 @@ def to_markdown(report: EvaluationReport) -> str:
         "# Evaluation",
         "",
         f"**Acceptance length {acceptance.al:.3f}** at K = {acceptance.k}{_interval(acceptance.interval)} on "
-        f"{acceptance.prompts} prompts (temperature 0, vLLM {report.identity.vllm}); without looping replies "
+        f"{acceptance.prompts} prompts (temperature 0, {report.measured_in_words}); without looping replies "
         f"{acceptance.without_loops.al:.3f}{_interval(acceptance.without_loops.interval)} "
         f"({acceptance.loops} of {acceptance.prompts} replies loop).",
         "",

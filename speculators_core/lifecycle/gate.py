@@ -82,6 +82,9 @@ def decide(
         numbers |= {"al_low": candidate.acceptance.interval.low, "al_high": candidate.acceptance.interval.high}
 
     lossless = _check_lossless(candidate)
+    if candidate.measured_by != "engine":
+        reason = f"acceptance was measured by {candidate.measured_in_words}; nothing that was never served is promoted"
+        checks.append(Check(name="served", outcome="inconclusive", reason=reason))
     if config.lossless == "require":
         checks.append(lossless)
     else:
@@ -263,7 +266,7 @@ def _next_prompts(
 ) -> int | None:
     count = candidate.acceptance.prompts
     names = {check.name for check in checks if check.outcome == "inconclusive"}
-    if any(name.startswith(("lossless", "speed")) for name in names) or count >= config.max_prompts:
+    if any(name.startswith(("lossless", "served", "speed")) for name in names) or count >= config.max_prompts:
         return None
     wanted = max(config.min_prompts, 2 * count)
     if "incumbent" in names and comparison is not None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speculators_core.data.rows import RowSet
+from speculators_core.provenance import versions
 from speculators_core.run import Run, StageResult, produce, together
+from speculators_core.stages.draft import preflight
 from speculators_core.stages.versions import VERSIONS
 from speculators_core.store import input_digest
-from speculators_core.types import ArtifactRef
+from speculators_core.types import ArtifactRef, Json
 
 if TYPE_CHECKING:
-    from speculators_core.evaluation.report import EvaluationReport
+    from speculators_core.evaluation.report import EvaluationReport, MeasuredBy
     from speculators_core.evaluation.runs import Conditions
 
 
@@ -22,12 +25,15 @@ def evaluate_exported(run: Run, draft: ArtifactRef, dataset: ArtifactRef) -> Sta
 
 
 def evaluate(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> StageResult:
-    """Acceptance, losslessness and speed of a draft, as a report with plots."""
-    parts = {"measurement": measure(run, draft_dir, digest, dataset)}
-    if has_baseline(run):
-        parts["baseline"] = baseline(run, dataset)
-    if has_baseline(run) and run.recipe.gate.speed == "require":
-        parts["speed"] = time_arms(run, draft_dir, digest, dataset)
+    """Acceptance, losslessness and speed of a draft, as a report with plots; acceptance alone by the reference loop."""
+    if measured_by(run) == "reference":
+        parts = {"measurement": measure_by_reference(run, draft_dir, digest, dataset)}
+    else:
+        parts = {"measurement": measure(run, draft_dir, digest, dataset)}
+        if has_baseline(run):
+            parts["baseline"] = baseline(run, dataset)
+        if has_baseline(run) and run.recipe.gate.speed == "require":
+            parts["speed"] = time_arms(run, draft_dir, digest, dataset)
     inputs = {name: part.ref.digest for name, part in parts.items()}
     settings = {"config": run.recipe.evaluation.model_dump(mode="json")}
     key = input_digest("evaluate", VERSIONS["evaluation"], {**inputs, **settings})
@@ -39,7 +45,8 @@ def evaluate(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> St
         report = compare(
             paths.get("baseline"), paths["measurement"], run.recipe.evaluation, workspace, speed=paths.get("speed")
         )
-        return report.model_dump(mode="json", include={"identity", "acceptance", "lossless", "speed", "alternating"})
+        told = {"identity", "measured_by", "acceptance", "lossless", "speed", "alternating"}
+        return report.model_dump(mode="json", include=told)
 
     result = produce(run, "evaluate", "evaluation", key, inputs, build, settings=settings)
     return together(result, (*parts.values(), result))
@@ -72,6 +79,24 @@ def measure(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> Sta
 
         known = None if alone is None else run.store.path(alone.ref)
         found = measure_draft(draft_dir, conditions(run, dataset), workspace, baseline=known)
+        return {"k": found.k, "al": 1 + found.accepted / found.drafts, "prompts": found.count, "tokens": found.tokens}
+
+    return produce(run, "measure", "measurement", key, inputs, build, settings=settings)
+
+
+def measure_by_reference(run: Run, draft_dir: Path, digest: str, dataset: ArtifactRef) -> StageResult:
+    """The same by the reference loop, where no engine serves the draft."""
+    inputs = {**measured_with(run, dataset), "draft": digest}
+    settings: dict[str, Json] = {
+        "config": run.recipe.evaluation.run_inputs(speculation=True),
+        "versions": versions("torch", "transformers"),
+    }
+    key = input_digest("reference", VERSIONS["reference"], {**inputs, **settings})
+
+    def build(workspace: Path) -> dict[str, Any]:
+        from speculators_core.evaluation.reference.measuring import measure_reference
+
+        found = measure_reference(draft_dir, conditions(run, dataset), workspace)
         return {"k": found.k, "al": 1 + found.accepted / found.drafts, "prompts": found.count, "tokens": found.tokens}
 
     return produce(run, "measure", "measurement", key, inputs, build, settings=settings)
@@ -133,6 +158,16 @@ def conditions(run: Run, dataset: ArtifactRef) -> Conditions:
 def measured_with(run: Run, dataset: ArtifactRef) -> dict[str, str]:
     """Inputs of every measurement: prompts, verifier and runtime."""
     return {"dataset": dataset.digest, "verifier": run.fingerprint.digest, "runtime": run.runtime.key}
+
+
+def measured_by(run: Run) -> MeasuredBy:
+    """What counts accepted tokens: as the recipe says, or what pre-flight has seen to be possible."""
+    asked = run.recipe.evaluation.measured_by
+    if asked != "auto":
+        return asked
+    if not run.recipe.export.allow_unservable or run.recipe.runtime.url is not None:
+        return "engine"  # or it would not have passed pre-flight
+    return "reference" if "unservable" in preflight(replace(run, check=False)).summary else "engine"
 
 
 def has_baseline(run: Run) -> bool:

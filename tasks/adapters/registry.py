@@ -57,7 +57,8 @@ class VersionFacts(StrictModel):
     runtime_key: str = Field(description="digest of vLLM version, build, device and model runner")
     algorithm: str
     k: int = Field(ge=1, description="drafted tokens at which the acceptance length holds")
-    al: float | None = Field(None, description="acceptance length, served")
+    measured_by: str = Field("engine", description="what counted it: the engine, or the reference loop")
+    al: float | None = Field(None, description="acceptance length")
     al_low: float | None = Field(None, description="lower end of its 95 % interval")
     gate_outcome: str | None = Field(None, description="pass, fail or inconclusive; None: the gate hasn't looked")
     prefect_flow_run_id: str | None = Field(None, description="the Prefect run that registers it")
@@ -78,6 +79,7 @@ class VersionFacts(StrictModel):
             RUNTIME_TAG: self.runtime_key,
             "algorithm": self.algorithm,
             "k": str(self.k),
+            "measured_by": self.measured_by,
             "al": None if self.al is None else f"{self.al:.4f}",
             "al.low": None if self.al_low is None else f"{self.al_low:.4f}",
             GATE_TAG: self.gate_outcome,

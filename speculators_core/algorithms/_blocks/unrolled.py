@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from speculators_core.algorithms._blocks.attention import AttentionPlan, plan_attention
+
+GoOn = Callable[[int, Tensor], Tensor]
+"""(step, its normalised states [R, H]) -> the tokens int64 [R] that the next step reads."""
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from speculators_core.algorithms._blocks.lazy import proposer_in
 from speculators_core.algorithms.dflash.config import DFlashConfig, aux_layers, check
-from speculators_core.types import Algorithm, DraftContext, ExportedDraft, Replay
+from speculators_core.types import Algorithm, ExportedDraft
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from speculators_core.algorithms.dflash.objective import DFlashObjective
     from speculators_core.data.vocabulary import DraftVocabulary
@@ -34,18 +34,6 @@ def _export(config: DFlashConfig, model: nn.Module, publish: str) -> ExportedDra
     return export(config, model, publish)
 
 
-def _served_config(served: Mapping[str, Any]) -> DFlashConfig:
-    from speculators_core.algorithms.dflash.replay import served_config
-
-    return served_config(served)
-
-
-def _draft_logits(model: nn.Module, context: DraftContext, drafted: Tensor) -> Tensor:
-    from speculators_core.algorithms.dflash.replay import draft_logits
-
-    return draft_logits(model, context, drafted)
-
-
 ALGORITHM = Algorithm(
     name="dflash",
     config=DFlashConfig,
@@ -54,5 +42,5 @@ ALGORITHM = Algorithm(
     export=_export,
     aux_layers=aux_layers,
     check=check,
-    replay=Replay(_served_config, _draft_logits, conventions=("sliding_window_non_causal",)),
+    proposer=proposer_in(__name__, conventions=("sliding_window_non_causal",)),
 )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from speculators_core.algorithms._blocks.lazy import proposer_in
 from speculators_core.algorithms.eagle3.config import Eagle3Config, aux_layers
-from speculators_core.types import Algorithm, DraftContext, ExportedDraft, Replay
+from speculators_core.types import Algorithm, ExportedDraft
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from speculators_core.algorithms.eagle3.objective import Eagle3Objective
     from speculators_core.data.vocabulary import DraftVocabulary
@@ -34,18 +34,6 @@ def _export(config: Eagle3Config, model: nn.Module, publish: str) -> ExportedDra
     return export(config, model, publish)
 
 
-def _served_config(served: Mapping[str, Any]) -> Eagle3Config:
-    from speculators_core.algorithms.eagle3.replay import served_config
-
-    return served_config(served)
-
-
-def _draft_logits(model: nn.Module, context: DraftContext, drafted: Tensor) -> Tensor:
-    from speculators_core.algorithms.eagle3.replay import draft_logits
-
-    return draft_logits(model, context, drafted)
-
-
 ALGORITHM = Algorithm(
     name="eagle3",
     config=Eagle3Config,
@@ -53,9 +41,5 @@ ALGORITHM = Algorithm(
     objective=_objective,
     export=_export,
     aux_layers=aux_layers,
-    replay=Replay(
-        _served_config,
-        _draft_logits,
-        conventions=("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm"),
-    ),
+    proposer=proposer_in(__name__, conventions=("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")),
 )

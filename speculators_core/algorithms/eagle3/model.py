@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from speculators_core.algorithms._blocks.feature_draft import FeatureDraft
 from speculators_core.algorithms._blocks.layers import DecoderLayer, LayerCache
-from speculators_core.algorithms._blocks.unrolled import Drafting
+from speculators_core.algorithms._blocks.unrolled import Drafting, GoOn
 from speculators_core.algorithms.eagle3.config import Eagle3Config
 
 
@@ -17,9 +17,15 @@ class Eagle3Draft(FeatureDraft):
     config: Eagle3Config
 
     def forward(
-        self, input_ids_T: Tensor, position_ids_T: Tensor, aux_TAH: Tensor, drafting: Drafting, steps: int
+        self,
+        input_ids_T: Tensor,
+        position_ids_T: Tensor,
+        aux_TAH: Tensor,
+        drafting: Drafting,
+        steps: int,
+        go_on: GoOn | None = None,
     ) -> list[Tensor]:
-        """Unroll from every drafting row at once, fed with the row's real tokens.
+        """Unroll from every drafting row at once, fed with the row's real tokens, or with what `go_on` says.
 
         Step s of row j reads token j + s (0 past the end) at position + s, the state that step s − 1 of the same row
         left, the context's keys up to j, and its own keys of steps 1..s. That is what a served draft computes as
@@ -36,8 +42,10 @@ class Eagle3Draft(FeatureDraft):
         outputs: list[Tensor] = []
         for step in range(steps):
             first = step == 0
-            token_rows = rows_R + step
-            tokens_N = input_ids_T if first else following_TP[token_rows]
+            if first:
+                tokens_N = input_ids_T
+            else:
+                tokens_N = following_TP[rows_R + step] if go_on is None else go_on(step - 1, outputs[-1])
             positions_N = position_ids_T if first else position_ids_T[rows_R] + step
             embeds_NH = functional.embedding(tokens_N, self.embed_tokens.weight).to(features_NH.dtype)
             out_RH = self._layers(embeds_NH, features_NH, positions_N, drafting, step, caches)

@@ -1,53 +1,34 @@
-"""What the served draft computes, by the module that is trained: the seam of the parity ladder."""
+"""What the served draft computes, by the module that is trained."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from speculators_core.algorithms._blocks.feature_replay import served_knobs, vocabulary_logits
+from speculators_core.algorithms._blocks.served import feature_knobs, stated, unrolled, vocabulary_logits
 from speculators_core.algorithms._blocks.unrolled import Drafting
 from speculators_core.algorithms.eagle3.config import Eagle3Config
 from speculators_core.algorithms.eagle3.model import Eagle3Draft
-from speculators_core.errors import FormatError
-from speculators_core.types import DraftContext
+from speculators_core.types import Choose, DraftContext, ExportedDraft
 
 
-def served_config(served: Mapping[str, Any]) -> Eagle3Config:
-    """The knobs that a draft's config.json states; those of training alone keep their defaults.
-
-    Raises:
-        FormatError: keys are missing, or of values that no such draft has.
-    """
-    try:
-        return Eagle3Config(norm_output=served["norm_output"], **served_knobs(served))
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise FormatError(
-            f"its config.json is not that of an EAGLE-3 draft of ours: {type(error).__name__}: {error}",
-            mend="export the draft again",
-        ) from error
+def served_config(draft: ExportedDraft) -> Eagle3Config:
+    """The knobs that a draft states; FormatError where it is no such draft."""
+    return stated(
+        Eagle3Config, draft, lambda draft: {**feature_knobs(draft), "norm_output": draft.config["norm_output"]}
+    )
 
 
 @torch.no_grad()
-def draft_logits(model: nn.Module, context: DraftContext, drafted: Tensor) -> Tensor:
-    """Logits [K, V] behind the K tokens of one drafting step, each fed the drafted tokens before it.
-
-    Tokens that the draft cannot propose get −inf, as in vLLM.
-    """
+def draft_logits(model: nn.Module, context: DraftContext, k: int, choose: Choose) -> Tensor:
+    """Logits [K, V] of one drafting step, each token fed to the next. See `Proposer`."""
     assert isinstance(model, Eagle3Draft)
-    steps, length = drafted.numel(), context.input_ids.numel()
-    ahead = steps - 1
-    whole = length + ahead
-    rows = torch.tensor([length - 1])
-    hidden_SRH = model(
-        torch.cat([context.input_ids, drafted[:ahead]]),
-        torch.arange(whole),
-        functional.pad(context.aux_TAH.to(model.fc.weight.dtype), (0, 0, 0, ahead)),
-        Drafting(rows, torch.zeros(whole, dtype=torch.int64)),
-        steps,
+    length = context.input_ids.numel()
+    drafting = Drafting(torch.tensor([length - 1]), torch.zeros(length, dtype=torch.int64))
+    aux_TAH = context.aux_TAH.to(model.fc.weight.dtype)
+    return unrolled(
+        k,
+        choose,
+        lambda normed_RH: vocabulary_logits(model, normed_RH),
+        lambda go_on: model(context.input_ids, torch.arange(length), aux_TAH, drafting, k, go_on),
     )
-    return vocabulary_logits(model, torch.cat(hidden_SRH))

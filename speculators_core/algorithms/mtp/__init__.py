@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from speculators_core.algorithms._blocks.lazy import proposer_in
 from speculators_core.algorithms.mtp.config import MTPConfig, aux_layers
 from speculators_core.types import Algorithm, DraftPlan, ExportedDraft
 
@@ -62,4 +63,5 @@ ALGORITHM = Algorithm(
     check=_check,
     stitch=_stitch,
     names=_names,
+    proposer=proposer_in(__name__),
 )

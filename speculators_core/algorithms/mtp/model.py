@@ -17,7 +17,7 @@ from torch.nn import functional
 from speculators_core.algorithms._blocks.attention import AttentionPlan, attend
 from speculators_core.algorithms._blocks.layers import LayerCache
 from speculators_core.algorithms._blocks.teacher import Teacher
-from speculators_core.algorithms._blocks.unrolled import Drafting
+from speculators_core.algorithms._blocks.unrolled import Drafting, GoOn
 from speculators_core.algorithms.mtp.config import MTPConfig
 from speculators_core.algorithms.mtp.families import Family
 
@@ -102,9 +102,15 @@ class MTPHead(nn.Module):
         return {name: value for name, value in self.state_dict().items() if not name.startswith(borrowed)}
 
     def forward(
-        self, input_ids_T: Tensor, position_ids_T: Tensor, state_TH: Tensor, drafting: Drafting, steps: int
+        self,
+        input_ids_T: Tensor,
+        position_ids_T: Tensor,
+        state_TH: Tensor,
+        drafting: Drafting,
+        steps: int,
+        go_on: GoOn | None = None,
     ) -> list[Tensor]:
-        """Unroll from every drafting row at once, fed with the row's real tokens.
+        """Unroll from every drafting row at once, fed with the row's real tokens, or with what `go_on` says.
 
         Step s of row j reads token j + s (0 past the end) at position + s, the state that step s − 1 of the same row
         left, the context's keys up to j, and its own keys of steps 1..s.
@@ -121,7 +127,10 @@ class MTPHead(nn.Module):
         outputs: list[Tensor] = []
         for step in range(steps):
             first = step == 0
-            tokens = input_ids_T if first else following_TP[rows_R + step]
+            if first:
+                tokens = input_ids_T
+            else:
+                tokens = following_TP[rows_R + step] if go_on is None else go_on(step - 1, outputs[-1])
             positions = position_ids_T if first else position_ids_T[rows_R] + step
             out_NH = self.run(tokens, positions, state_TH, drafting.plan(first, None, 0), cache)
             out_RH = out_NH[rows_R] if first else out_NH

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from speculators_core.algorithms._blocks.lazy import proposer_in
 from speculators_core.algorithms.peagle.config import PEagleConfig, aux_layers
-from speculators_core.types import Algorithm, DraftContext, DraftPlan, ExportedDraft, Replay
+from speculators_core.types import Algorithm, DraftPlan, ExportedDraft
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from speculators_core.algorithms.peagle.objective import PEagleObjective
     from speculators_core.data.vocabulary import DraftVocabulary
@@ -40,18 +40,6 @@ def _check(config: PEagleConfig, plan: DraftPlan) -> None:
     check(config, plan)
 
 
-def _served_config(served: Mapping[str, Any]) -> PEagleConfig:
-    from speculators_core.algorithms.peagle.replay import served_config
-
-    return served_config(served)
-
-
-def _draft_logits(model: nn.Module, context: DraftContext, drafted: Tensor) -> Tensor:
-    from speculators_core.algorithms.peagle.replay import draft_logits
-
-    return draft_logits(model, context, drafted)
-
-
 ALGORITHM = Algorithm(
     name="peagle",
     config=PEagleConfig,
@@ -60,5 +48,5 @@ ALGORITHM = Algorithm(
     export=_export,
     aux_layers=aux_layers,
     check=_check,
-    replay=Replay(_served_config, _draft_logits, conventions=("norm_before_residual", "norm_before_fc", "fc_norm")),
+    proposer=proposer_in(__name__, conventions=("norm_before_residual", "norm_before_fc", "fc_norm")),
 )

@@ -1,43 +1,30 @@
-"""What the served draft computes, by the module that is trained: the seam of the parity ladder."""
+"""What the served draft computes, by the module that is trained."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from speculators_core.algorithms._blocks.feature_replay import served_knobs, vocabulary_logits
+from speculators_core.algorithms._blocks.served import all_at_once, feature_knobs, stated, vocabulary_logits
 from speculators_core.algorithms.peagle.config import PEagleConfig
 from speculators_core.algorithms.peagle.elements import every_depth
 from speculators_core.algorithms.peagle.model import PEagleDraft
-from speculators_core.errors import FormatError
-from speculators_core.types import DraftContext
+from speculators_core.types import Choose, DraftContext, ExportedDraft
 
 
-def served_config(served: Mapping[str, Any]) -> PEagleConfig:
-    """The knobs that a draft's config.json states; those of training alone keep their defaults.
+def served_config(draft: ExportedDraft) -> PEagleConfig:
+    """The knobs that a draft states; FormatError where it is no such draft."""
 
-    Raises:
-        FormatError: keys are missing, or of values that no such draft has.
-    """
-    try:
-        knobs = served_knobs(served)
-        return PEagleConfig(num_depths=knobs["speculative_tokens"], mask_token_id=served["mask_token_id"], **knobs)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise FormatError(
-            f"its config.json is not that of a P-EAGLE draft of ours: {type(error).__name__}: {error}",
-            mend="export the draft again",
-        ) from error
+    def read(draft: ExportedDraft) -> dict[str, object]:
+        knobs = feature_knobs(draft)
+        return {**knobs, "num_depths": knobs["speculative_tokens"], "mask_token_id": draft.config["mask_token_id"]}
+
+    return stated(PEagleConfig, draft, read)
 
 
 @torch.no_grad()
-def draft_logits(model: nn.Module, context: DraftContext, drafted: Tensor) -> Tensor:
-    """Logits [K, V] behind the K tokens of one drafting step: the newest row's, and those of K − 1 masked rows.
-
-    Tokens that the draft cannot propose get −inf, as in vLLM.
-    """
+def draft_logits(model: nn.Module, context: DraftContext, k: int, choose: Choose) -> Tensor:
+    """Logits [K, V] of one drafting step: the newest row's, and those of K − 1 masked rows. See `Proposer`."""
     assert isinstance(model, PEagleDraft)
     length = context.input_ids.numel()
     documents_T = torch.zeros(length, dtype=torch.int64)
@@ -45,6 +32,6 @@ def draft_logits(model: nn.Module, context: DraftContext, drafted: Tensor) -> Te
         context.input_ids,
         torch.arange(length),
         context.aux_TAH.to(model.fc.weight.dtype),
-        every_depth(torch.tensor([length - 1]), documents_T, drafted.numel()),
+        every_depth(torch.tensor([length - 1]), documents_T, k),
     )
-    return vocabulary_logits(model, torch.cat(hidden_SRH))
+    return all_at_once(vocabulary_logits(model, torch.cat(hidden_SRH)), choose)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from speculators_core.algorithms._blocks.lazy import proposer_in
 from speculators_core.algorithms.xpress.config import XPressConfig, aux_layers, check
 from speculators_core.types import Algorithm, ExportedDraft
 
@@ -41,4 +42,5 @@ ALGORITHM = Algorithm(
     export=_export,
     aux_layers=aux_layers,
     check=check,
+    proposer=proposer_in(__name__, conventions=("sliding_window_non_causal",)),
 )

@@ -62,6 +62,29 @@ def test_speed_is_measured_by_turns_only_where_the_gate_requires_it(keys: Callab
     assert told["evaluate"] != required["evaluate"]
 
 
+def test_the_reference_loop_measures_acceptance_alone(keys: Callable[..., dict[str, str]]) -> None:
+    by_reference = keys(evaluation={"measured_by": "reference"})
+    assert set(by_reference) == {"measure", "evaluate"}
+    assert by_reference["measure"] != keys()["measure"]
+    assert keys(evaluation={"measured_by": "engine"})["measure"] == keys()["measure"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "by"), [({"drafts": 0, "unservable": "no loader"}, "reference"), ({"drafts": 4}, "engine")]
+)
+def test_auto_asks_what_preflight_has_seen(
+    seen: dict[str, Any],
+    by: str,
+    keys: Callable[..., dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ref = ArtifactRef(kind="preflight", uri="file:///nowhere", digest="p" * 64)
+    looked = StageResult(name="preflight", ref=ref, cached=True, seconds=0.0, summary=seen)
+    monkeypatch.setattr(measuring, "preflight", lambda run: looked)
+    assert ("baseline" in keys(export={"allow_unservable": True})) == (by == "engine")
+    assert "baseline" in keys(), "where only what is served gets through, the engine serves it"
+
+
 @pytest.mark.parametrize(
     ("changed", "anew"),
     [

@@ -65,7 +65,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def write_native_verifier(directory: Path, name: str, **changes: Any) -> Path:
     """A verifier's config.json and tensors with a random head of that family; experts lie one by one on disk."""
-    write_verifier(directory, **CONFIGS[name], **changes)
+    return add_head(write_verifier(directory, **CONFIGS[name], **changes), name)
+
+
+def add_head(directory: Path, name: str) -> Path:
+    """Draw a head of that family beside the verifier that lies there already."""
     family = next(family for family in FAMILIES if family.name == name)
     text = json.loads((directory / "config.json").read_text())
     head = MTPHead(MTPConfig(), family, layer_config(family, text))

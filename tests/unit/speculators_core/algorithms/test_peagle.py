@@ -16,7 +16,7 @@ from speculators_core.algorithms.peagle.elements import countable, draw_elements
 from speculators_core.algorithms.peagle.export import export
 from speculators_core.algorithms.peagle.model import PEagleDraft
 from speculators_core.algorithms.peagle.objective import PEagleObjective
-from speculators_core.algorithms.peagle.replay import draft_logits, served_config
+from speculators_core.algorithms.peagle.proposer import draft_logits, served_config
 from speculators_core.config import validate
 from speculators_core.errors import ConfigError, FormatError
 from speculators_core.formats.servable import check_servable
@@ -301,10 +301,10 @@ def test_what_the_engine_would_trip_over_is_refused(verifier: Path) -> None:
 
 
 @pytest.mark.parametrize("knobs", SHAPES)
-def test_a_replay_proposes_what_the_engine_computes(verifier: Path, knobs: dict[str, Any]) -> None:
+def test_the_proposer_proposes_what_the_engine_computes(verifier: Path, knobs: dict[str, Any]) -> None:
     model, objective = made(verifier, **knobs)
-    served = export(objective.config, model, "org/verifier").config
-    config = served_config(json.loads(json.dumps(served)))
+    served = export(objective.config, model, "org/verifier")
+    config = served_config(ExportedDraft(json.loads(json.dumps(served.config)), served.tensors))
     told = objective.config.model_copy(
         update={"speculative_tokens": 4, "mask_token_id": 2, "aux_layers": (2, 4, 5), "intermediate_size": 48}
     )
@@ -312,7 +312,7 @@ def test_a_replay_proposes_what_the_engine_computes(verifier: Path, knobs: dict[
     aligned = objective.align(sample(12, []))
     context = DraftContext(aligned.input_ids, aligned.aux_TAH.bfloat16())
     aligned = replace(aligned, aux_TAH=context.aux_TAH.float())
-    logits = draft_logits(model, context, torch.zeros(4, dtype=torch.int64))
+    logits = draft_logits(model, context, 4, lambda place, logits_V: 0)
     assert logits.shape == (4, VOCAB) and bool(torch.isinf(logits).any())
     assert logits.argmax(-1).tolist() == propose_in_parallel(model, aligned, 10, 4)
 

@@ -95,6 +95,7 @@ def report(**changes: object) -> CandidateReport:
         "reasons": ("pass: all <b>bold</b>",),
         "prompts": 120,
         "k": 3,
+        "measured": candidate.measured_in_words,
         "arms": arms_of(candidate, incumbent, ngram(100), labels=("version 7", "version 6 (serves)")),
         "speeds": (candidate.speed,),
         "parts": (

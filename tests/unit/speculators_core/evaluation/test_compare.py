@@ -22,6 +22,7 @@ from speculators_core.evaluation.records import (
     prompts_digest,
     read_measurement,
     read_replies,
+    write_measurement,
     write_replies,
 )
 from speculators_core.evaluation.report import Divergence, Identity, PromptCounts, read_report, write_jsonl
@@ -125,6 +126,16 @@ def test_report_holds_no_conversation_and_every_file_that_is_promised(runs, tmp_
     keys = set(json.loads((tmp_path / "report" / "per_prompt.jsonl").read_text().splitlines()[0]))
     assert keys == set(PromptCounts.model_fields)
     assert "119 of 120 replies are identical" in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_the_report_says_what_counted(runs, tmp_path):
+    directory = runs[1]
+    measured = read_measurement(directory)
+    assert compare(None, directory, CONFIG, tmp_path / "served").measured_by == "engine"
+    write_measurement(directory, measured.model_copy(update={"measured_by": "reference"}))
+    assert compare(None, directory, CONFIG, tmp_path / "report").measured_by == "reference"
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["measured_by"] == "reference"
+    assert "the reference loop, not served" in (tmp_path / "report" / "report.md").read_text()
 
 
 def test_without_a_baseline_losslessness_and_speed_stay_unknown(runs, tmp_path):

@@ -15,11 +15,11 @@ from speculators_core import registry
 from speculators_core.algorithms._blocks.block_draft import BlockDraft
 from speculators_core.algorithms.eagle3.build import build
 from speculators_core.algorithms.eagle3.model import Eagle3Draft
-from speculators_core.algorithms.eagle3.replay import served_config
+from speculators_core.algorithms.eagle3.proposer import served_config
 from speculators_core.errors import EvaluationError, FormatError
 from speculators_core.evaluation.parity_logits import replay
 from speculators_core.formats.card import ModelCard
-from speculators_core.formats.directory import read_config, write_draft
+from speculators_core.formats.directory import read_draft, write_draft
 from speculators_core.types import Aligned
 from tests.unit.speculators_core.algorithms.blocks import fill_in
 from tests.unit.speculators_core.algorithms.reference import decode
@@ -151,7 +151,7 @@ def test_the_served_config_gives_back_every_knob_of_the_shape(
     shape: dict[str, Any], verifier: Path, tmp_path: Path
 ) -> None:
     model = draft_with(verifier, tmp_path / "draft", **shape)
-    knobs = served_config(read_config(tmp_path / "draft"))
+    knobs = served_config(read_draft(tmp_path / "draft"))
     again = build(knobs, verifier, vocabulary(), seed=0)  # type: ignore[arg-type]
     assert again.geometry == model.geometry
     assert {name: knobs.model_dump()[name] for name in shape} == shape
@@ -201,5 +201,5 @@ def test_bad_inputs_teach(verifier: Path, tmp_path: Path) -> None:
     rewrite(tmp_path / "draft", norm_output=None)
     (tmp_path / "probe" / "step-000000.safetensors").unlink()
     record(draft_with(verifier, tmp_path / "third"), tmp_path / "probe3")
-    with pytest.raises(FormatError, match="not that of an EAGLE-3 draft"):
+    with pytest.raises(FormatError, match="not that of our eagle3 drafts"):
         replay(tmp_path / "probe3", tmp_path / "draft", verifier, dtype="float32")

@@ -73,6 +73,13 @@ def test_a_floor_inside_the_interval_is_inconclusive_and_asks_for_more_prompts()
     assert decision.next_prompts == 240
 
 
+def test_what_was_never_served_does_not_pass_and_more_prompts_do_not_help():
+    found = report(count=120).model_copy(update={"measured_by": "reference"})
+    decision = decide(found, None, GateConfig(al_floor=1.3))
+    assert checks(decision)["served"] == decision.outcome == "inconclusive"
+    assert "by the reference loop" in decision.reasons[0] and decision.next_prompts is None
+
+
 def test_unmeasured_rules_are_inconclusive_and_more_prompts_do_not_help():
     found = report(rounds=0).model_copy(update={"lossless": None})
     decision = decide(found, None, GateConfig())
