@@ -23,6 +23,7 @@ from flows.cli_support import (
 from speculators_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from speculators_core.bench.cases import Case
     from speculators_core.bench.setup import BenchSettings
     from speculators_core.evaluation.records import Measurement
     from speculators_core.run import Run, StageResult
@@ -61,24 +62,28 @@ def train(
 def algorithms(
     recipe: RecipeArgument,
     overrides: SetOption = NO_OVERRIDES,
-    only: Annotated[list[str] | None, typer.Option("--case", help="algorithm; repeatable; default all")] = None,
+    only: Annotated[
+        str | None, typer.Option("--cases", help="algorithms with commas between; default: all that these states suit")
+    ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="passes over the recipe's training rows")] = 4,
     seeds: Annotated[int, typer.Option(min=1, help="runs of each side, with seeds 0, 1, …")] = 2,
     peer: Annotated[Path, typer.Option(help="environment with speculators 0.9.0")] = PEER,
     resume: Annotated[bool, typer.Option("--resume", help="keep the rows of an earlier run")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Served acceptance of each algorithm beside the peer's, trained on the same states for as long.
+    """Acceptance of each algorithm beside the peer's, trained on the same states for as long.
 
-    Takes hours. Each trained draft becomes a line of <state root>/bench/algorithms.jsonl as soon as it is measured.
+    Measured by the engine, or by the reference loop where an engine on a CPU cannot serve it. Takes hours. Each trained
+    draft becomes a line of <state root>/bench/algorithms.jsonl as soon as it is measured.
     """
     require_peer(peer)
     home = prepare_environment().home
     results, run = run_stages(recipe, overrides, "capture", as_json, show=False)
     from speculators_core.bench.algorithms import bench_algorithms, compare_sides, table, validation_prompts
-    from speculators_core.bench.cases import CASES
+    from speculators_core.bench.cases import case, suited
     from speculators_core.data.rows import RowSet
     from speculators_core.evaluation.measure import measure_draft
+    from speculators_core.evaluation.reference.measuring import measure_reference
     from speculators_core.evaluation.runs import Conditions
 
     dataset = RowSet.open(run.store.path(by_name(results, "prepare").ref))
@@ -93,12 +98,17 @@ def algorithms(
         home,
     )
 
-    def measure(draft: Path, k: int, output: Path) -> Measurement:
-        return measure_draft(draft, replace(conditions, config=conditions.config.model_copy(update={"k": k})), output)
+    def measure(draft: Path, told: Case, output: Path) -> Measurement:
+        asked = replace(conditions, config=conditions.config.model_copy(update={"k": told.k}))
+        by = run.recipe.evaluation.measured_by
+        work = measure_reference if (told.by if by == "auto" else by) == "reference" else measure_draft
+        return work(draft, asked, output)
 
+    reads_layers = bool(run.aux_layers)
+    names = [case(name).name for name in only.split(",")] if only else [each.name for each in suited(reads_layers)]
     rows = []
     for row in bench_algorithms(
-        only or [case.name for case in CASES],
+        names,
         range(seeds),
         bench_settings(run, by_name(results, "capture"), schedule="linear"),
         peer / "bin" / "python",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, ValidationError
 
-from speculators_core.bench.cases import case
+from speculators_core.bench.cases import Case, case
 from speculators_core.bench.setup import BenchSettings, packed_rows
 from speculators_core.bench.training import Pair
 from speculators_core.data.rows import Prompt, RowSet
@@ -44,7 +44,8 @@ class DraftRow(StrictModel):
     eal: float | None = Field(description="our walked acceptance length on all validation rows")
     al_validation: float = Field(description="served acceptance length on the prompts of the validation rows")
     k: int = Field(description="drafted tokens a step")
-    al: float = Field(description="served acceptance length, greedy, from the engine's counters")
+    al: float = Field(description="acceptance length, greedy")
+    by: str = Field("engine", description="what counted it: the engine, or the reference loop")
     low: float = Field(description="lower end of its 95 % interval over prompts")
     high: float = Field(description="upper end")
     per_position: tuple[float, ...] = Field(description="share of drafts whose token at each position was accepted")
@@ -75,7 +76,7 @@ def bench_algorithms(
     settings: BenchSettings,
     peer_python: Path,
     workspace: Path,
-    measure: Callable[[Path, int, Path], Measurement],
+    measure: Callable[[Path, Case, Path], Measurement],
     *,
     epochs: int,
     rows_file: Path,
@@ -85,7 +86,7 @@ def bench_algorithms(
 
     Args:
         settings: as for `bench train`; steps, case and seed are set here.
-        measure: (draft directory, K, output directory) -> what the engine counted.
+        measure: (draft directory, case, output directory) -> what was counted.
         rows_file: JSON Lines that rows are appended to.
     """
     found = read_rows(rows_file) if resume else []
@@ -97,6 +98,8 @@ def bench_algorithms(
             told = told.model_copy(update={"steps": epochs * steps_per_epoch(told)})
             pair: Pair | None = None
             for side in SIDES:
+                if side == "peer" and case(name).peer is None:
+                    continue
                 wanted = (name, side, seed, told.optimizer, told.steps)
                 if known := [row for row in found if row.key == wanted]:
                     yield known[-1]
@@ -174,7 +177,9 @@ def table(rows: Sequence[DraftRow], pairs: Sequence[PairRow]) -> str:
         eal = "-" if row.eal is None else f"{row.eal:.3f}"
         cost = f"{row.tokens:>10,}{row.tokens_per_s:>8.0f}{row.peak_memory_mib:>7.0f}"
         worth = f"{row.loss:>9.4f}{eal:>7}{row.al_validation:>9.3f}{row.al:>8.3f}  [{row.low:.3f}, {row.high:.3f}]"
-        lines.append(f"{row.case:10}{row.side:6}{row.seed:>5}{cost}{worth}  K = {row.k}, {row.prompts} prompts")
+        lines.append(
+            f"{row.case:10}{row.side:6}{row.seed:>5}{cost}{worth}  K = {row.k}, {row.prompts} prompts, {row.by}"
+        )
     for pair in pairs:
         lines.append(
             f"{pair.case:10}ours / peer, seed {pair.seed}: AL {pair.al_ratio:.3f} "
@@ -185,14 +190,14 @@ def table(rows: Sequence[DraftRow], pairs: Sequence[PairRow]) -> str:
 
 
 def _train_and_measure(
-    pair: Pair, side: Literal["ours", "peer"], measure: Callable[[Path, int, Path], Measurement]
+    pair: Pair, side: Literal["ours", "peer"], measure: Callable[[Path, Case, Path], Measurement]
 ) -> DraftRow:
     settings = pair.settings
     log.info("bench case=%s seed=%d side=%s steps=%d", settings.case, settings.seed, side, settings.steps)
     run = pair.run(side, timeout_s=6 * 3600)
     trained = pair.side(side, [run])
-    k = case(settings.case).k
-    served = measure(pair.draft(side), k, pair.workspace / f"{side}-measured")
+    served = measure(pair.draft(side), case(settings.case), pair.workspace / f"{side}-measured")
+    k = served.k
     unseen = [prompt for prompt in served.per_prompt if prompt.domain != VALIDATION]
     validation = [prompt for prompt in served.per_prompt if prompt.domain == VALIDATION]
     drafts, accepted = [prompt.drafts for prompt in unseen], [prompt.accepted for prompt in unseen]
@@ -213,6 +218,7 @@ def _train_and_measure(
             [prompt.drafts for prompt in validation], [prompt.accepted for prompt in validation]
         ),
         al=acceptance_length(drafts, accepted),
+        by=served.measured_by,
         low=interval.low,
         high=interval.high,
         per_position=tuple(

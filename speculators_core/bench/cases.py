@@ -7,9 +7,11 @@ adding a case.
 from __future__ import annotations
 
 import difflib
+from typing import Literal
 
 from pydantic import Field
 
+from speculators_core import registry
 from speculators_core.errors import ConfigError
 from speculators_core.types import Json, StrictModel
 
@@ -18,10 +20,20 @@ class Case(StrictModel):
     """One algorithm as both sides train it."""
 
     name: str = Field(description="what the bench calls it")
-    ours: dict[str, Json] = Field(description="a recipe's `algorithm`, without its layers")
-    peer: str = Field(description="flags of the peer's trainer")
+    ours: dict[str, Json] = Field(description="a recipe's `algorithm`, without its auxiliary layers")
+    peer: str | None = Field(description="flags of the peer's trainer; null: it has no such training of this kind")
     k: int = Field(ge=1, description="drafted tokens a step when its acceptance is measured")
+    by: Literal["engine", "reference"] = Field(
+        "engine", description="what measures it: the reference loop where an engine on a CPU cannot serve it"
+    )
+    whole_vocabulary: bool = Field(False, description="it proposes from all of the verifier's tokens")
+    additions: tuple[str, ...] = Field(
+        (), description="trained tensors that only ours has; fresh, they change nothing of the peer's"
+    )
 
+
+_BLOCKS: dict[str, Json] = {"layers": 1, "block_size": 8, "max_anchors": 512, "mask_token_id": 0}
+_PEER_BLOCKS = "--num-layers 1 --block-size 8 --max-anchors 512 --sliding-window 2048"
 
 CASES = (
     Case(
@@ -46,6 +58,38 @@ CASES = (
         "--loss-fn kl_div --norm-before-residual --norm-before-fc --sliding-window 2048",
         k=4,
     ),
+    Case(
+        name="dflash",
+        ours={"kind": "dflash", **_BLOCKS},
+        peer=f"--speculator-type dflash {_PEER_BLOCKS} --loss-fn ce --per-position-loss-weight dpace",
+        k=7,
+        additions=("mask_embedding",),
+    ),
+    Case(
+        name="dspark",
+        ours={"kind": "dspark", **_BLOCKS, "markov_rank": 128},
+        peer=f"--speculator-type dspark {_PEER_BLOCKS} --loss-fn kl_div --markov-rank 128",
+        k=8,
+        by="reference",
+    ),
+    Case(
+        name="dflash2",
+        ours={"kind": "dflash2", **_BLOCKS, "selector_rank": 128},
+        peer=f"--speculator-type dflash2 {_PEER_BLOCKS} --loss-fn kl_div --selector-rank 128",
+        k=7,
+        by="reference",
+        whole_vocabulary=True,
+        additions=("mask_embedding",),
+    ),
+    Case(
+        name="xpress",
+        ours={"kind": "xpress", **_BLOCKS, "xpress_rank": 128},
+        peer=f"--speculator-type xpress {_PEER_BLOCKS} --xpress-rank 128",
+        k=7,
+        by="reference",
+    ),
+    # The peer trains heads of Qwen 3-Next and 3.5 alone, whose verifiers do not run on a CPU.
+    Case(name="mtp", ours={"kind": "mtp", "num_speculative_steps": 3}, peer=None, k=3, whole_vocabulary=True),
 )
 
 
@@ -56,3 +100,13 @@ def case(name: str) -> Case:
         nearest = difflib.get_close_matches(name, found, n=1) or sorted(found)
         raise ConfigError(f"no bench case {name!r}", mend=f"did you mean {', '.join(nearest)}?")
     return found[name]
+
+
+def suited(reads_layers: bool) -> tuple[Case, ...]:
+    """The cases that can be trained on states of inner layers, or on those of the last layer alone."""
+    return tuple(each for each in CASES if bool(_layers_read(each)) == reads_layers)
+
+
+def _layers_read(each: Case) -> tuple[int, ...]:
+    algorithm = registry.resolve(str(each.ours["kind"]))
+    return algorithm.aux_layers(algorithm.config.model_validate(each.ours), 32)

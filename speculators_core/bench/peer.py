@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speculators_core.bench.cases import case
 from speculators_core.bench.setup import BenchSettings, build_model
 from speculators_core.training.request import TrainRequest
 
@@ -37,7 +36,9 @@ class _TrainFirst:
         return row
 
 
-def prepare_peer(settings: BenchSettings, request: TrainRequest, batches: Sequence[Any], workspace: Path) -> Path:
+def prepare_peer(
+    settings: BenchSettings, flags: str, request: TrainRequest, batches: Sequence[Any], workspace: Path
+) -> Path:
     """The peer's copy of the states, its vocabulary files and its job."""
     import numpy
 
@@ -50,17 +51,11 @@ def prepare_peer(settings: BenchSettings, request: TrainRequest, batches: Sequen
     if not (data / "dataset_info.json").is_file():
         ordered: Any = _TrainFirst(states)
         export_peer(ordered, data)
-    _, vocabulary = build_model(request)
-    numpy.save(workspace / "d2t.npy", vocabulary.d2t.numpy())
-    numpy.save(workspace / "t2d.npy", vocabulary.t2d.numpy())
     train_rows = states.splits.count("train")
     values = {
         "--verifier-name-or-path": settings.verifier,
         "--data-path": data,
         "--save-path": workspace / "peer-run",
-        "--d2t-path": workspace / "d2t.npy",
-        "--t2d-path": workspace / "t2d.npy",
-        "--draft-vocab-size": settings.draft_vocabulary,
         "--total-seq-len": settings.row_tokens,
         "--train-data-ratio": (train_rows + 0.5) / states.num_rows,
         "--lr": settings.learning_rate,
@@ -68,10 +63,16 @@ def prepare_peer(settings: BenchSettings, request: TrainRequest, batches: Sequen
         "--optimizer": settings.optimizer,
         "--scheduler-type": settings.schedule,
     }
+    _, vocabulary = build_model(request)
+    if vocabulary is not None:
+        for name in ("d2t", "t2d"):
+            numpy.save(workspace / f"{name}.npy", getattr(vocabulary, name).numpy())
+            values[f"--{name}-path"] = workspace / f"{name}.npy"
+        values["--draft-vocab-size"] = settings.draft_vocabulary
     if settings.schedule != "none":
         values |= {"--scheduler-warmup-steps": settings.schedule_warmup, "--scheduler-total-steps": settings.steps}
     layers = [str(layer) for layer in states.layer_ids[:-1]]
-    arguments = [*case(settings.case).peer.split(), *PEER_FLAGS.split(), "--target-layer-ids", *layers]
+    arguments = [*flags.split(), *PEER_FLAGS.split(), "--target-layer-ids", *layers]
     arguments += [text for name, value in values.items() for text in (name, str(value))]
     job = workspace / "peer.json"
     told = {

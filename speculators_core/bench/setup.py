@@ -60,17 +60,19 @@ def request_of(settings: BenchSettings, output: Path) -> TrainRequest:
             learning_rate=settings.learning_rate,
             betas=(0.9, 0.999),  # the peer's
         ),
-        validation=ValidationConfig(walk_rows=None),
+        validation=ValidationConfig(walk_rows=None, walk_k=case(settings.case).k),
         schedule=ScheduleConfig(kind=settings.schedule, warmup_steps=settings.schedule_warmup),
         threads=settings.threads,
         seed=settings.seed,
     )
+    told = case(settings.case)
+    layers = StateSet.open(Path(settings.states)).layer_ids[:-1]
     return TrainRequest(
         states=settings.states,
         verifier=settings.verifier,
-        algorithm={**case(settings.case).ours, "aux_layers": StateSet.open(Path(settings.states)).layer_ids[:-1]},
+        algorithm={**told.ours, "aux_layers": layers} if layers else told.ours,
         training=training,
-        draft_vocabulary_size=settings.draft_vocabulary,
+        draft_vocabulary_size=None if told.whole_vocabulary else settings.draft_vocabulary,
         output=str(output),
     )
 
@@ -98,13 +100,14 @@ def batches_of(rows: PackedRows, config: TrainingConfig, steps: int) -> list[lis
 
 
 def build_model(request: TrainRequest) -> Any:
-    """A fresh draft, and its vocabulary."""
+    """A fresh draft, and its vocabulary: None where it is the verifier's."""
     from speculators_core.data.vocabulary import select_draft_vocabulary
     from speculators_core.verifier.facts import read_facts
 
     algorithm, settings = algorithm_of(request.algorithm)
-    states = open_states(request, algorithm, settings)
-    size = read_facts(Path(request.verifier)).vocab_size
-    assert request.draft_vocabulary_size is not None
-    vocabulary = select_draft_vocabulary(supervised_counts(states, size), request.draft_vocabulary_size, size)
+    vocabulary = None
+    if request.draft_vocabulary_size is not None:
+        states = open_states(request, algorithm, settings)
+        size = read_facts(Path(request.verifier)).vocab_size
+        vocabulary = select_draft_vocabulary(supervised_counts(states, size), request.draft_vocabulary_size, size)
     return algorithm.build(settings, Path(request.verifier), vocabulary, request.training.seed), vocabulary

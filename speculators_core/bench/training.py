@@ -26,7 +26,7 @@ from speculators_core.bench.cases import case
 from speculators_core.bench.peer import prepare_peer
 from speculators_core.bench.setup import BenchSettings, batches_of, build_model, request_of, rows_of
 from speculators_core.build import algorithm_of
-from speculators_core.errors import TrainingError
+from speculators_core.errors import ConfigError, TrainingError
 from speculators_core.processes import supervise
 from speculators_core.training.callbacks.base import Callback
 from speculators_core.training.request import TrainRequest
@@ -105,15 +105,15 @@ class Pair:
         request = request_of(settings, workspace / "ours")
         rows = rows_of(request)
         batches = batches_of(rows, request.training, settings.steps)
-        peer_job = prepare_peer(settings, request, batches, workspace)
         our_job = workspace / "ours.json"
         told = {"settings": settings.model_dump(mode="json"), "output": str(workspace / "ours")}
         our_job.write_text(json.dumps(told))
-        commands = {
-            "ours": (sys.executable, "-m", "speculators_core.bench.training", str(our_job)),
+        commands = {"ours": (sys.executable, "-m", "speculators_core.bench.training", str(our_job))}
+        if flags := case(settings.case).peer:
+            peer_job = prepare_peer(settings, flags, request, batches, workspace)
+            child = str(Path(__file__).parent / "peer_child.py")
             # -E: a PYTHONPATH with our hs_connectors would hide the peer's, which has the same name
-            "peer": (str(peer_python), "-E", str(Path(__file__).parent / "peer_child.py"), str(peer_job)),
-        }
+            commands["peer"] = (str(peer_python), "-E", child, str(peer_job))
         tokens = tuple(sum(rows.lengths[row] for row in batch) for batch in batches)
         return cls(settings, request, rows, tokens, commands, workspace)
 
@@ -129,7 +129,8 @@ class Pair:
     def side(self, side: str, runs: Sequence[Measured]) -> Side:
         """A side's figures over its runs, and our validation of the weights that its last run ended with."""
         weights = self.workspace / f"{side}-weights" / "model.safetensors"
-        return _side(runs, self.request, self.rows, weights)
+        own = case(self.settings.case).additions if side == "peer" else ()
+        return _side(runs, self.request, self.rows, weights, own)
 
     def draft(self, side: str) -> Path:
         """The trained draft as a directory that vLLM serves: the peer's as it saved it, ours as we export it."""
@@ -143,8 +144,11 @@ def bench_training(
     """Train both in turns and compare; arguments as in `Pair.prepare`.
 
     Raises:
+        ConfigError: the peer has no such training.
         TrainingError: a child failed; its log's tail is quoted.
     """
+    if case(settings.case).peer is None:
+        raise ConfigError(f"the peer does not train {settings.case} here", mend="compare another case")
     pair = Pair.prepare(settings, peer_python, workspace)
     runs: dict[str, list[Measured]] = {"ours": [], "peer": []}
     for run in range(settings.runs):
@@ -200,7 +204,7 @@ def _export_ours(request: TrainRequest, weights: Path, target: Path) -> Path:
     return write_draft(target, algorithm.export(settings, model, request.verifier), ModelCard(title="bench"))
 
 
-def _side(runs: Sequence[Measured], request: TrainRequest, rows: PackedRows, weights: Path) -> Side:
+def _side(runs: Sequence[Measured], request: TrainRequest, rows: PackedRows, weights: Path, own: Sequence[str]) -> Side:
     import safetensors.torch
     import torch
 
@@ -210,7 +214,7 @@ def _side(runs: Sequence[Measured], request: TrainRequest, rows: PackedRows, wei
 
     torch.set_num_threads(request.training.threads or 1)
     model, _ = build_model(request)
-    load_trainable_parameters(model, safetensors.torch.load_file(weights))
+    load_trainable_parameters(model, safetensors.torch.load_file(weights), own=own)
     world = World(0, 1, torch.device("cpu"))
     held_out = rows_of(request, "validation")
     validator = Validator(held_out, rows.objective, request.training.validation, world)

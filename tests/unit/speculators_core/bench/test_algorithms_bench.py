@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from speculators_core.bench.algorithms import DraftRow, compare_sides, read_rows, table
-from speculators_core.bench.cases import CASES, case
+from speculators_core.bench.cases import CASES, case, suited
 from speculators_core.errors import ConfigError
-from speculators_core.registry import resolve
+from speculators_core.registry import names, resolve
 
 
 def row(side: str, accepted: int, *, seed: int = 0) -> DraftRow:
@@ -48,3 +48,9 @@ def test_a_torn_last_row_and_rows_of_another_make_are_left_out(tmp_path: Path) -
     text = row("ours", 30).model_dump_json()
     file.write_text('{"case": "eagle3"}\n' + text + "\n" + text[:40])
     assert read_rows(file) == [row("ours", 30)]
+
+
+def test_every_algorithm_has_a_case_that_states_of_its_layers_suit() -> None:
+    assert {str(each.ours["kind"]) for each in CASES} == set(names())
+    assert [each.name for each in suited(False)] == ["mtp"] and len(suited(True)) == len(CASES) - 1
+    assert {each.name for each in CASES if each.peer is None} == {"mtp"}
