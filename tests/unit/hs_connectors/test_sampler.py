@@ -1,0 +1,133 @@
+"""What of served traffic is kept: only what its user agreed to, by rate or by acceptance, redacted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hs_connectors.errors import SettingsError
+from hs_connectors.vllm.sampler import VARIABLE, Sampler, SampleSettings, read_answer
+from speculators_core.data.conversations import read_conversations
+
+MESSAGES = [{"role": "user", "content": "my name is Ada"}]
+YES = [(b"X-Draftsmith-Consent", b"yes")]
+
+
+def whole(reply: str, histogram: list[int] | None = None) -> list[bytes]:
+    metrics = {"speculative_decoding": {"acceptance_histogram": histogram}} if histogram else None
+    return [json.dumps({"choices": [{"message": {"content": reply}}], "metrics": metrics}).encode()]
+
+
+def streamed(*parts: str) -> list[bytes]:
+    deltas = [{"role": "assistant"}, *({"content": part} for part in parts)]
+    chunks = [*({"choices": [{"delta": delta}]} for delta in deltas), {"choices": []}]
+    return [*(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks), b"data: [DONE]\n\n"]
+
+
+def serve(answer: list[bytes], status: int = 200) -> Callable[..., Any]:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        for number, body in enumerate(answer):
+            await send({"type": "http.response.body", "body": body, "more_body": number + 1 < len(answer)})
+
+    return app
+
+
+@pytest.fixture
+def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    def run(
+        answer: list[bytes], headers: Any = YES, status: int = 200, path: str = "/v1/chat/completions", **settings: Any
+    ) -> list[Any]:
+        """One request through a sampler; what was kept, after proving that the client got all of the answer."""
+        monkeypatch.setenv(VARIABLE, json.dumps({"directory": str(tmp_path / "kept"), "rate": 1.0, **settings}))
+        sampler = Sampler(serve(answer, status))
+        body = json.dumps({"messages": MESSAGES}).encode()
+        parts = iter([{"body": body[:9], "more_body": True}, {"body": body[9:]}])
+        got: list[bytes] = []
+
+        async def receive() -> Any:
+            return next(parts)
+
+        async def send(message: Any) -> None:
+            got.append(message.get("body", b""))
+
+        asyncio.run(sampler({"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send))
+        sampler._keeper.close()
+        assert b"".join(got) == b"".join(answer)
+        files = (tmp_path / "kept").glob("*.jsonl")
+        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+    return run
+
+
+@pytest.mark.parametrize("answer", [whole("Hello Ada"), streamed("Hel", "lo Ada")])
+def test_a_permitted_conversation_is_kept_as_a_source_reads_it(
+    sample: Any, answer: list[bytes], tmp_path: Path
+) -> None:
+
+    (line,) = sample(answer)
+    assert line["conversations"] == [*MESSAGES, {"role": "assistant", "content": "Hello Ada"}]
+    (conversation,) = read_conversations([str(tmp_path / "kept")], Counter())
+    assert conversation.domain == "served" and conversation.messages[-1]["content"] == "Hello Ada"
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [{"headers": []}, {"headers": [(b"x-draftsmith-consent", b"no")]}, {"status": 400}, {"path": "/v1/completions"}],
+)
+def test_what_was_not_agreed_to_or_failed_or_is_no_chat_is_not_kept(sample: Any, request_of: dict[str, Any]) -> None:
+    assert sample(whole("Hello"), **request_of) == []
+
+
+def test_an_operator_may_say_that_all_agreed(sample: Any) -> None:
+    assert len(sample(whole("Hello"), headers=[], consent="all")) == 1
+
+
+def test_the_worst_accepted_are_kept_whatever_the_rate(sample: Any) -> None:
+    assert len(sample(whole("x", [8, 2, 0]), rate=0.0, acceptance_below=1.5)) == 1
+    assert len(sample(whole("x", [0, 2, 8]), rate=0.0, acceptance_below=1.5)) == 1, "the second was accepted well"
+    assert len(sample(streamed("x"), rate=0.0, acceptance_below=1.5)) == 1, "a streamed one does not tell"
+
+
+def test_redaction_comes_before_the_disk(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = ModuleType("hooks")
+    hooks.mask = lambda turns: [{**turn, "content": turn["content"].replace("Ada", "###")} for turn in turns]  # type: ignore[attr-defined]
+    hooks.refuse = lambda turns: None  # type: ignore[attr-defined]
+    hooks.breaks = lambda turns: 1 / 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hooks", hooks)
+    assert sample(whole("Hello"), redact="hooks:refuse") == [] == sample(whole("Hello"), redact="hooks:breaks")
+    (line,) = sample(whole("Hello Ada"), redact="hooks:mask")
+    assert "Ada" not in json.dumps(line)
+    with pytest.raises(SettingsError, match="cannot be imported"):
+        sample(whole("x"), redact="nowhere:at_all")
+
+
+def test_a_full_quota_ends_it(sample: Any) -> None:
+    assert sample(whole("Hello"), max_bytes=10) == []
+
+
+def test_it_is_off_by_default_and_settings_without_sense_are_refused() -> None:
+    assert SampleSettings.from_environment({}) is None
+    for text, told in (
+        ('{"directory": "d"}', "nothing would be kept"),
+        ('{"directory": "d", "rate": 2}', "rate is 2"),
+        ('{"directory": "d", "rate": 1, "consent": "maybe"}', "header or all"),
+        ('{"directory": "d", "rat": 1}', "unknown rat"),
+        ("[]", "no JSON object"),
+    ):
+        with pytest.raises(SettingsError, match=told):
+            SampleSettings.from_environment({VARIABLE: text})
+
+
+def test_an_answer_without_text_is_nothing() -> None:
+    assert read_answer(b'{"choices": [{"message": {"content": null}}]}') == ("", None)
