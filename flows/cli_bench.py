@@ -189,6 +189,37 @@ def store(
         print(speed.model_dump_json() if as_json else speed.line(), flush=True)
 
 
+@app.command()
+def online(
+    recipe: RecipeArgument,
+    overrides: SetOption = NO_OVERRIDES,
+    steps: Annotated[int, typer.Option(min=8, help="optimiser steps that are counted")] = 60,
+    cores: Annotated[tuple[int, int], typer.Option(help="processors of the engine and of the trainer")] = (0, 1),
+    as_json: JsonOption = False,
+) -> None:
+    """Training while an engine streams states to it, beside each of them alone; a processor for each."""
+    home = prepare_environment().home
+    results, run = run_stages(recipe, overrides, "capture", as_json, show=False)
+    from speculators_core.bench.online import bench_online
+    from speculators_core.run import Run
+    from speculators_core.stages.draft import train_request
+    from speculators_core.stages.streaming import streaming
+
+    scratch, streamed = home / "scratch" / "bench-online", run.recipe.hidden_states
+    engine = streamed.engines[0].model_copy(update={"cores": (cores[0],)})
+    streamed = streamed.model_copy(update={"mode": "online", "cache_gib": 0.0, "engines": (engine,)})
+    beside = Run(run.recipe.model_copy(update={"hidden_states": streamed}), home)
+    report = bench_online(
+        train_request(run, run.store.path(by_name(results, "capture").ref), Path()),
+        streaming(beside, by_name(results, "prepare").ref, scratch),
+        home,
+        scratch,
+        steps=steps,
+        core=cores[1],
+    )
+    print(report.model_dump_json(indent=2) if as_json else report.table())
+
+
 def require_peer(peer: Path) -> None:
     """ConfigError where the peer's environment is missing."""
     if not (peer / "bin" / "python").exists():

@@ -203,7 +203,7 @@ def show_plan(found: Plan) -> None:
 
 def numbers(stage: PlannedStage) -> tuple[str, str, str, str]:
     """Tokens, bytes, time and cost of a stage; `?` where a stage will run and nothing was measured yet."""
-    unknown = "" if stage.state == "cached" else "?"
+    unknown = "" if stage.done else "?"
     return (
         "" if stage.tokens is None else f"{stage.tokens:,}",
         "" if stage.num_bytes is None else f"{stage.num_bytes / 1e9:.2f} GB",

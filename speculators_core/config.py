@@ -28,7 +28,7 @@ from speculators_core.lifecycle.budget import BudgetConfig
 from speculators_core.lifecycle.changes import LifecycleConfig
 from speculators_core.lifecycle.config import GateConfig
 from speculators_core.serving.config import ServeConfig
-from speculators_core.states.config import CaptureConfig
+from speculators_core.states.config import CaptureConfig, HiddenStatesConfig
 from speculators_core.training.config import TrainingConfig
 from speculators_core.types import StrictModel
 
@@ -77,6 +77,7 @@ class Recipe(StrictModel):
     )
     data: DataConfig
     capture: CaptureConfig = Field(default_factory=CaptureConfig)
+    hidden_states: HiddenStatesConfig = Field(default_factory=HiddenStatesConfig)
     algorithm: dict[str, Any] = Field(description="`kind`, and that algorithm's own knobs")
     draft_vocabulary: int | None = Field(
         None, ge=1, description="size of the draft's vocabulary; null keeps the verifier's"

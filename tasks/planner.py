@@ -42,7 +42,7 @@ class Planner:
         if action == "re-evaluate":
             first = [stage for stage in loop if stage.name == "prepare"]
             rest = [
-                stage if stage.state == "cached" else stage.model_copy(update={"state": "if needed"})
+                stage if stage.done else stage.model_copy(update={"state": "if needed"})
                 for stage in loop
                 if stage.name != "prepare"
             ]
@@ -69,11 +69,13 @@ class Planner:
     def loop(self) -> list[PlannedStage]:
         """Every stage from preflight to promotion; one whose inputs are not made yet is to run too."""
         run, found = self._run, self._found
+        order, mode = stages.order_of(run.recipe), run.recipe.hidden_states.mode
+        source = "capture" if "capture" in order else "prepare"
         steps: tuple[tuple[str, tuple[str, ...], Callable[[], StageResult]], ...] = (
             ("preflight", (), lambda: stages.preflight(run)),
             ("prepare", (), lambda: stages.prepare(run)),
             ("capture", ("prepare",), lambda: stages.capture(run, found["prepare"].ref)),
-            ("train", ("capture",), lambda: stages.train(run, found["capture"].ref)),
+            ("train", (source,), lambda: stages.train(run, found[source].ref)),
             ("export", ("train",), lambda: stages.export(run, found["train"].ref)),
             (
                 "evaluate",
@@ -84,6 +86,10 @@ class Planner:
         assert tuple(name for name, _, _ in steps) == stages.ORDER
         planned: list[PlannedStage] = []
         for name, needs, look_up in steps:
+            if name not in order:
+                why = f"hidden_states.mode is {mode}: streamed into training"
+                planned.append(PlannedStage(name=name, state="skipped", why=why))
+                continue
             if lacking := [need for need in needs if need not in found]:
                 planned.append(self._estimated(name, f"needs what {lacking[0]} will make"))
                 continue

@@ -197,7 +197,7 @@ def make_plan(recipe: Recipe) -> Plan:
     planned = planner_of(situation, start).stages(decision.action)
     notes = []
     if decision.action == "nothing" and situation.proven is not None:
-        others = [stage.name for stage in planner_of(situation, start).loop()[:-1] if stage.state != "cached"]
+        others = [stage.name for stage in planner_of(situation, start).loop()[:-1] if not stage.done]
         if others:
             notes.append(
                 f"this recipe and its data would make another draft than the champion ({', '.join(others)} would run); "

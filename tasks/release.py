@@ -221,7 +221,7 @@ def summarise(
     a, speed, lossless = report.acceptance, report.told_speed, report.lossless
     assert a.interval is not None
     trained = by_name["train"].summary
-    times = [StageTime(name=r.name, seconds=round(r.seconds, 2), cached=r.cached) for r in results]
+    times = [StageTime(name=r.name, seconds=round(r.seconds, 2), cached=r.cached) for r in by_name.values()]
     times += [StageTime(name=r.name, seconds=round(r.seconds, 2), cached=r.cached) for r in (registration, promotion)]
     return LoopSummary(
         recipe=recipe.name,
@@ -284,9 +284,12 @@ def describe_status(recipe: Recipe) -> Status:
         for result in stages.run_until(run, "evaluate"):
             lines.append(StatusLine(name=result.name, state="done", text=f"done     {result.ref.uri}"))
     except NotProduced as missing:
-        todo = stages.ORDER[len(lines) :]
+        todo = stages.order_of(recipe)[len(lines) :]
         lines += [StatusLine(name=name, state="to do", text="to do") for name in todo]
         log.debug("%s", missing)
+    if "capture" not in stages.order_of(recipe):
+        why = f"skipped  hidden_states.mode is {recipe.hidden_states.mode}: streamed into training"
+        lines.insert(stages.ORDER.index("capture"), StatusLine(name="capture", state="skipped", text=why))
     for version, tags in registered_versions(recipe):
         text = "  ".join(f"{key}={value}" for key, value in tags.items())
         lines.append(StatusLine(name=f"version {version}", state="registered", text=text))

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from prefect import unmapped
+
 from speculators_core import stages
 from speculators_core.config import Recipe
-from speculators_core.run import StageResult, WarmStart
+from speculators_core.run import Run, StageResult, WarmStart
 from speculators_core.types import ArtifactRef
+from tasks.adapters.settings import settings
 from tasks.observe import observed
 from tasks.policies import stage_task
 
@@ -32,6 +35,19 @@ def prepare(recipe: Recipe) -> StageResult:
 def capture(recipe: Recipe, dataset: ArtifactRef) -> StageResult:
     """The verifier's hidden states at every token of every row."""
     return observed(recipe, "capture", lambda run: stages.capture(run, dataset))
+
+
+@stage_task("capture-share")
+def capture_share(recipe: Recipe, dataset: ArtifactRef, number: int) -> int:
+    """One engine's part of a capture: rows captured now. What it leaves undone, `capture` does."""
+    return stages.capture_share(Run(recipe, settings().home), dataset, number)
+
+
+def captured(recipe: Recipe, dataset: ArtifactRef) -> StageResult:
+    """The capture; where the recipe has several engines, they do its parts first, at once."""
+    shares = stages.missing_shares(Run(recipe, settings().home), dataset)
+    capture_share.map(unmapped(recipe), unmapped(dataset), list(shares)).wait()
+    return capture(recipe, dataset)
 
 
 @stage_task("train", retries=1)

@@ -21,19 +21,27 @@ from speculators_core.verifier.fingerprint import PARTS
 FORMAT = 1
 MADE_OF = "made_of"
 """Key of a manifest's meta under which `MadeOf` is kept."""
-StageState = Literal["cached", "run", "if needed"]
+StageState = Literal["cached", "skipped", "run", "if needed"]
 
 
 class PlannedStage(StrictModel):
     """One step of a plan. Numbers are null where nothing was measured yet that they could be told from."""
 
     name: str
-    state: StageState = Field(description="cached: found in the store · if needed: when the gate fails what serves")
+    state: StageState = Field(
+        description="cached: found in the store · skipped: the recipe does without · if needed: when the gate fails "
+        "what serves"
+    )
     why: str
     tokens: int | None = Field(None, description="tokens that it reads or writes")
     num_bytes: int | None = Field(None, description="bytes of hidden states that it stores")
     seconds: float | None = Field(None, description="from the rates of earlier runs")
     cost: float | None = Field(None, description="seconds at the recipe's price")
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is to be done for it."""
+        return self.state in ("cached", "skipped")
 
     @property
     def amount(self) -> Amount:
@@ -71,7 +79,7 @@ class Plan(StrictModel):
     @property
     def to_run(self) -> tuple[PlannedStage, ...]:
         """Stages that are not done already."""
-        return tuple(stage for stage in self.stages if stage.state != "cached")
+        return tuple(stage for stage in self.stages if not stage.done)
 
 
 def total(stages: Iterable[PlannedStage], field: Literal["tokens", "num_bytes", "seconds", "cost"]) -> float | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from speculators_core.config import Recipe
 from speculators_core.run import Run, StageResult
 from speculators_core.stages.draft import export, preflight, train, training_key
 from speculators_core.stages.measuring import (
@@ -23,25 +24,33 @@ from speculators_core.stages.measuring import (
     read_evaluation,
     time_arms,
 )
+from speculators_core.stages.shares import capture_share, missing_shares
 from speculators_core.stages.states import capture, prepare, regenerate, require_prompts
 from speculators_core.stages.versions import VERSIONS
 
 ORDER = ("preflight", "prepare", "capture", "train", "export", "evaluate")
 
 
+def order_of(recipe: Recipe) -> tuple[str, ...]:
+    """The stages that the recipe's loop has: where states are streamed into training, nothing is captured before."""
+    return tuple(name for name in ORDER if name != "capture" or not recipe.hidden_states.streamed)
+
+
 def run_until(run: Run, last: str) -> Iterator[StageResult]:
-    """The stages in order, up to and with `last`; each is done when it is yielded."""
+    """The stages in order, up to and with `last`; each is done when it is yielded. `capture`, asked for, is done."""
+    order = order_of(run.recipe) if last != "capture" else ORDER
+    source = "capture" if "capture" in order else "prepare"
     results: dict[str, StageResult] = {}
     steps: dict[str, Callable[[], StageResult]] = {
         "preflight": lambda: preflight(run),
         "prepare": lambda: prepare(run),
         "capture": lambda: capture(run, results["prepare"].ref),
-        "train": lambda: train(run, results["capture"].ref),
+        "train": lambda: train(run, results[source].ref),
         "export": lambda: export(run, results["train"].ref),
         "evaluate": lambda: evaluate_exported(run, results["export"].ref, results["prepare"].ref),
     }
     assert tuple(steps) == ORDER
-    for name in ORDER[: ORDER.index(last) + 1]:
+    for name in order[: order.index(last) + 1]:
         results[name] = steps[name]()
         yield results[name]
 
@@ -51,12 +60,15 @@ __all__ = [
     "VERSIONS",
     "baseline",
     "capture",
+    "capture_share",
     "evaluate",
     "evaluate_exported",
     "export",
     "has_baseline",
     "measure",
     "measure_ngram",
+    "missing_shares",
+    "order_of",
     "preflight",
     "prepare",
     "read_evaluation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,8 @@ from speculators_core.lifecycle.plan import Estimate
 from speculators_core.provenance import versions
 from speculators_core.run import Run, StageResult, WarmStart, produce
 from speculators_core.stages.expected import train_estimate
+from speculators_core.stages.states import captured_with
+from speculators_core.stages.streaming import PLACE, streaming
 from speculators_core.stages.versions import VERSIONS
 from speculators_core.store import input_digest
 from speculators_core.types import ArtifactRef, Json
@@ -55,6 +58,7 @@ def preflight(run: Run) -> StageResult:
 def train(run: Run, states: ArtifactRef) -> StageResult:
     """This algorithm on these states, in a process of its own.
 
+    `states` is a captured set, or the data set whose states are streamed, from engines that live as long as training.
     Where the draft to start from is what this run would make (a recipe that starts from its own champion, run again),
     it is not trained further: the training that made it is found.
     """
@@ -68,7 +72,14 @@ def train(run: Run, states: ArtifactRef) -> StageResult:
         from speculators_core.training_process import run_training
 
         request = train_request(run, run.store.path(states), workspace, start)
-        report = run_training(request, run.home, run.advance).model_dump(mode="json")
+        if states.kind == "dataset":
+            cores = run.recipe.hidden_states.trainer_cores
+            with streaming(run, states, workspace) as online:
+                streamed = request.model_copy(update={"states": "", "online": online})
+                report = run_training(streamed, run.home, run.advance, cores).model_dump(mode="json")
+            shutil.rmtree(workspace / PLACE)
+        else:
+            report = run_training(request, run.home, run.advance).model_dump(mode="json")
         return {**report, "began_from": None if start is None else start.model_dump(mode="json", include=BEGAN)}
 
     def expected() -> Estimate:
@@ -97,9 +108,14 @@ def export(run: Run, training: ArtifactRef) -> StageResult:
 
 
 def training_key(run: Run, states: ArtifactRef, start: WarmStart | None) -> tuple[dict[str, str], dict[str, Json], str]:
-    """Inputs, settings and key of a training that begins from `start`: its digest counts, never where it lies."""
-    inputs = {"states": states.digest, "verifier": run.fingerprint.digest}
-    settings: dict[str, Json] = {
+    """Inputs, settings and key of a training that begins from `start`: its digest counts, never where it lies.
+
+    States that are streamed have no digest: what decides their content stands for it, not how they travel.
+    """
+    inputs, settings = {"states": states.digest, "verifier": run.fingerprint.digest}, dict[str, Json]()
+    if states.kind == "dataset":
+        inputs, settings = captured_with(run, states)
+    settings |= {
         "draft": run.draft_shape,
         "training": run.recipe.training.model_dump(mode="json", exclude={"warm_start"}),
         "versions": versions("torch"),

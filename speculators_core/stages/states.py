@@ -48,6 +48,7 @@ def regenerate(run: Run) -> StageResult:
         runtime = engine.runtime or run.recipe.runtime
         longest = min(config.regeneration.max_context or config.max_length, config.max_length)
         records = records_of(run, key)
+        streamed = run.recipe.hidden_states.streamed  # no set is made: nobody would read them
         report = replies.answer(
             data.draw(list(read_conversations(config.sources, Counter())), config),
             runtime,
@@ -57,7 +58,7 @@ def regenerate(run: Run) -> StageResult:
             config.regeneration.model_copy(update={"max_context": longest}),
             records / replies.REPLIES,
             # a server that somebody else runs captures elsewhere; and some families vLLM cannot capture at all
-            records=records if runtime.url is None and engine.source == "engine" else None,
+            records=records if runtime.url is None and engine.source == "engine" and not streamed else None,
             verifier_dir=run.verifier,
             home=run.home,
             template_kwargs=config.template_kwargs,
@@ -121,15 +122,7 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
     """These rows through this verifier on this runtime: hidden states at the draft's layers and the last."""
     config = run.recipe.capture
     answered = regenerate(run) if run.recipe.data.replies == "regenerate" else None
-    inputs = {
-        "dataset": dataset.digest,
-        "verifier": run.fingerprint.digest,
-        "capture": capture_key(run.fingerprint, run.capture_runtime.key, run.layer_ids, config.dtype),
-    }
-    key = input_digest("capture", VERSIONS["states"], {**inputs, "source": config.source})
-    # what the capture key is made of, by name
-    settings: dict[str, Json] = {"source": config.source, "dtype": config.dtype, "layers": list(run.layer_ids)}
-    settings["runtime"] = run.capture_runtime.key
+    (inputs, settings), key = captured_with(run, dataset), capture_digest(run, dataset)
 
     def build(workspace: Path) -> dict[str, Any]:
         from speculators_core.states.capture import capture_rows
@@ -158,6 +151,29 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
         return capture_estimate(run, run.store.manifest(dataset).meta.get("tokens"))
 
     return produce(run, "capture", "states", key, inputs, build, settings=settings, expected=expected)
+
+
+def capture_digest(run: Run, dataset: ArtifactRef) -> str:
+    """The key of a capture."""
+    inputs, settings = captured_with(run, dataset)
+    decisive = {name: value for name, value in settings.items() if name in ("source", "codec")}
+    return input_digest("capture", VERSIONS["states"], {**inputs, **decisive})
+
+
+def captured_with(run: Run, dataset: ArtifactRef) -> tuple[dict[str, str], dict[str, Json]]:
+    """Inputs and settings that decide the content of states, however and whenever they are captured."""
+    config = run.recipe.capture
+    inputs = {
+        "dataset": dataset.digest,
+        "verifier": run.fingerprint.digest,
+        "capture": capture_key(run.fingerprint, run.capture_runtime.key, run.layer_ids, config.dtype),
+    }
+    # what the capture key is made of, by name
+    settings: dict[str, Json] = {"source": config.source, "dtype": config.dtype, "layers": list(run.layer_ids)}
+    settings["runtime"] = run.capture_runtime.key
+    if config.codec != "none":
+        settings["codec"] = config.codec
+    return inputs, settings
 
 
 def records_of(run: Run, key: str) -> Path:

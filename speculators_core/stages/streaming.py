@@ -1,0 +1,106 @@
+"""Engines beside a training that asks them for states: started, checked, kept alive, and gone with it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from speculators_core.data.rows import RowSet
+from speculators_core.engine.remote import CaptureTerms, RecordStore
+from speculators_core.engine.runtime import probe_runtime
+from speculators_core.errors import ConfigError
+from speculators_core.run import Run
+from speculators_core.stages.states import require_same_rendering
+from speculators_core.states.config import CaptureConfig, OnlineRequest, Seat
+from speculators_core.types import ArtifactRef
+
+if TYPE_CHECKING:
+    from speculators_core.states.keeper import Station
+
+PLACE = ".online"
+
+
+@contextmanager
+def streaming(run: Run, dataset: ArtifactRef, workspace: Path) -> Iterator[OnlineRequest]:
+    """Keep the recipe's engines for the length of a `with` block; what training is told of them.
+
+    Rows that are kept stay in the workspace for a run that goes on; records do not.
+
+    Raises:
+        ConfigError: such states cannot be streamed, or engines and trainer do not fit into memory.
+        EngineError, CaptureError, DataError: an engine does not start, captures something else, or renders other ids.
+    """
+    from speculators_core.stages.memory import require_memory
+    from speculators_core.states.book import AddressBook
+    from speculators_core.states.capture import context_for
+    from speculators_core.states.handshake import server_command
+    from speculators_core.states.keeper import keep_engines
+
+    recipe, config, place = run.recipe, run.recipe.hidden_states, workspace / PLACE
+    if recipe.capture.source != "engine":
+        raise ConfigError(
+            f"hidden_states.mode is {config.mode}, but capture.source is {recipe.capture.source}: only engines stream",
+            mend="set hidden_states.mode to offline",
+        )
+    rows = RowSet.open(run.store.path(dataset))
+    longest = max(rows.length(number) for number in range(rows.num_rows))
+    context = context_for(longest, run.facts)
+    stations = [station(run, seat, place / f"engine-{number}", context) for number, seat in enumerate(config.engines)]
+    require_memory(run, stations)
+    book = AddressBook(place / "engines.json")
+    request = OnlineRequest(
+        dataset=str(rows.path),
+        dataset_digest=dataset.digest,
+        terms=CaptureTerms(
+            layer_ids=run.layer_ids,
+            states_dtype=recipe.capture.dtype,
+            codec=recipe.capture.codec,
+            verifier_fingerprint=run.fingerprint.digest,
+            context=longest + 1,
+        ),
+        command=tuple(server_command(stations[0].spec, stations[0].runtime.url)),
+        hidden_size=run.facts.hidden_size,
+        book=str(book.path),
+        cache=str(place / "kept"),
+        capture=recipe.capture,
+        states=config,
+        ranks=recipe.training.processes,
+        without_last=recipe.data.replies == "regenerate",
+    )
+    try:
+        with keep_engines(
+            stations,
+            book,
+            home=run.home,
+            check=lambda engine: require_same_rendering(run, rows, engine),
+            restarts=config.restarts,
+        ):
+            yield request
+    finally:
+        for number in range(len(stations)):
+            shutil.rmtree(place / f"engine-{number}", ignore_errors=True)
+
+
+def station(run: Run, seat: Seat, directory: Path, context: int) -> Station:
+    """How the engine of a seat is started, and where its records go."""
+    from speculators_core.states.capture import capture_server, records_config
+    from speculators_core.states.handshake import at_store
+    from speculators_core.states.keeper import Station
+
+    runtime = seat.runtime or run.recipe.capture.runtime or run.recipe.runtime
+    config: CaptureConfig = at_store(run.recipe.capture, runtime)
+    spec = capture_server(
+        config,
+        run.verifier,
+        run.layer_ids,
+        run.fingerprint.digest,
+        directory,
+        max_model_len=context,
+        device=probe_runtime(runtime, home=run.home).device,
+        trust_remote_code=run.recipe.verifier.trust_remote_code,
+    )
+    store = runtime.store or RecordStore(backend=config.backend, config=records_config(config, directory))
+    return Station(runtime, store, spec.model_copy(update={"cores": seat.cores}))
