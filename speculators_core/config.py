@@ -82,11 +82,11 @@ class Recipe(StrictModel):
     draft_vocabulary: int | None = Field(
         None, ge=1, description="size of the draft's vocabulary; null keeps the verifier's"
     )
-    training: TrainingConfig = Field(default_factory=TrainingConfig)
     draft_vocabulary_from: str | None = Field(
         None,
         description="exported draft, or file of d2t and t2d tables, that names these tokens; null: the most frequent",
     )
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
     export: ExportConfig = Field(default_factory=ExportConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     gate: GateConfig = Field(default_factory=GateConfig)
@@ -100,13 +100,13 @@ class Recipe(StrictModel):
             raise ValueError("budget.cost needs lifecycle.price_per_hour: without a price nothing costs anything")
         return self
 
-    @field_validator("algorithm")
     @model_validator(mode="after")
     def _tokens_have_a_number(self) -> Recipe:
         if self.draft_vocabulary_from is not None and self.draft_vocabulary is None:
             raise ValueError("draft_vocabulary_from needs draft_vocabulary: say how many tokens it names")
         return self
 
+    @field_validator("algorithm")
     @classmethod
     def _known_algorithm(cls, value: dict[str, Any]) -> dict[str, Any]:
         if "kind" not in value:
