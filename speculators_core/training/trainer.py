@@ -106,6 +106,7 @@ class Trainer:
         self._parallel = DistributedDataParallel(self._forward, broadcast_buffers=False) if world.size > 1 else None
         self._started = time.monotonic()
         self._earlier_seconds = 0.0
+        self._counted = 0.0
         self._stop: str | None = None
         self._interrupt: str | None = None
         torch.manual_seed(config.seed + world.rank)
@@ -132,6 +133,7 @@ class Trainer:
 
     def _epoch(self) -> None:
         plan = self.rows.epoch_plan(self.config.seed, self.position.epoch)
+        whole, self._counted = self.position.epoch_step == 0, 0.0
         asked = time.monotonic()
         for batches in self.world.together(self.loader.steps(plan, self.position.epoch_step)):
             waited = time.monotonic() - asked
@@ -146,6 +148,12 @@ class Trainer:
                 break
             asked = time.monotonic()
         if self.position.epoch_step == self.loader.num_steps(plan):
+            if whole and not self._counted:
+                raise TrainingError(
+                    f"no training row holds anything to learn by this objective: {len(self.rows.lengths)} rows, none "
+                    "with a place to draft from and a token of a reply behind it",
+                    mend="bring longer replies; see `draftsmith data sample RECIPE` for what is supervised",
+                )
             self.position = replace(self.position, epoch=self.position.epoch + 1, epoch_step=0)
             if not self._is_over():  # else `on_finish` follows at once
                 self._each("on_epoch_end")
@@ -170,6 +178,7 @@ class Trainer:
         """One collective before the forward pass: global denominators and tokens, and whether any rank must stop."""
         mine = torch.tensor([sum(map(num_tokens, batches.batches)), self._interrupt is not None], dtype=torch.float64)
         shared = self.world.sum(torch.cat([mine, batches.denominators]))
+        self._counted += float(shared[2:].sum())
         if shared[1]:
             self._each("on_interrupt")
             raise Interrupted(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -242,3 +243,14 @@ def test_bf16_autocast_keeps_fp32_masters(tmp_path: Path) -> None:
     saved = checkpoints.load(tmp_path / "checkpoints" / "step-00000003").tensors
     assert {t.dtype for t in saved["model"].values() if t.is_floating_point()} == {torch.float32}
     assert saved["optimizer"]["fc.weight.exp_avg_sq"].dtype == torch.float32
+
+
+def test_rows_without_anything_to_learn_are_an_error_and_not_a_draft(tmp_path: Path) -> None:
+    """Each reply is the row's first token, which no row of the shifted kind asks for."""
+    rows = make_states()
+    silent = [
+        replace(row, loss_mask=torch.arange(len(row.input_ids)) == 0) if row.split == "train" else row
+        for row in map(rows.row, range(len(rows.splits)))
+    ]
+    with pytest.raises(TrainingError, match="no training row holds anything to learn"):
+        make_trainer(tmp_path, config(epochs=2), states=MemoryStates(silent)).fit()
