@@ -53,7 +53,9 @@ class AutoDisableConfig(StrictModel):
     """Whether speculation is turned off where the verifier alone is faster."""
 
     mode: Literal["off", "report", "on"] = Field(
-        "report", description="report: say when it seems to cost more than it gives; on: try without, keep the faster"
+        "report",
+        description="report: say when it seems to cost more than it gives; on: try without where two have room, "
+        "keep the faster",
     )
     prefill_heavy: float = Field(20, gt=0, description="prompt tokens per generated token that make it doubtful")
     saturated_share: float = Field(0.5, gt=0, le=1, description="share of looks with requests waiting that does so too")
@@ -66,7 +68,7 @@ class ServeConfig(StrictModel):
 
     host: str = Field("127.0.0.1", description="address that clients reach; 0.0.0.0: from any host")
     port: int = Field(8000, ge=1, le=65535, description="port that clients reach")
-    poll_s: float = Field(5, gt=0, description="between two looks at the registry and at the counters")
+    poll_s: float = Field(2, gt=0, description="between two looks at the registry and at the counters")
     engines: Literal["auto", "beside", "in-place"] = Field(
         "auto",
         description="during a roll: two engines side by side, or one after the other with a pause. auto: side by side "

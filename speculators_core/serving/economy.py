@@ -62,7 +62,7 @@ class Economy:
 
     def _alone(self, span: Traffic, now: float) -> Advice | None:
         if self._drafting is None:  # the trial was won
-            if speculation_doubt(span, self._rules) is None:
+            if span.finished >= self._min_requests and speculation_doubt(span, self._rules) is None:
                 return Advice("drafting", "the traffic that spoke against it is over")
             return None
         faster = is_faster_alone(span, self._drafting, self._min_requests)

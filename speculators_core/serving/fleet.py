@@ -21,7 +21,7 @@ from speculators_core.serving.version import Replica, ServedVersion, start_repli
 log = logging.getLogger(__name__)
 
 _STEP_S = 0.1
-_HUNG_S = 60.0
+_HUNG_S = 120.0
 
 
 class Refused(EvaluationError):
@@ -57,7 +57,8 @@ class Fleet:
         """
         replica = start_replica(version, self._config.engine, self._runtime, self._home, speculate=speculate)
         try:
-            found = probe(replica.client, self._config.probe)
+            with replica.engine.client(timeout_s=self._config.request_timeout_s) as client:
+                found = probe(client, self._config.probe)
             log.info("version %s: %s", version.version, found)
             reason = refusal(found, self._config.probe, speculates=speculate, registered_al=version.al)
             if reason is not None:
@@ -129,7 +130,7 @@ class Fleet:
             log.warning("the counters could not be read: %s", error.what)
 
     def dead(self) -> bool:
-        """Whether the live engine has ended, or has not answered for a minute; a proxy that ended is started anew."""
+        """Whether the live engine has ended, or is silent for two minutes; a proxy that ended is started anew."""
         live = self.live
         assert live is not None
         if not self._proxy.alive():

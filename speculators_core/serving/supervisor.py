@@ -75,9 +75,9 @@ class Supervisor:
         self._retry_at = math.inf
         self._to_take_back: tuple[str, str] | None = None
         self._away = False
-        self._deaths = 0
+        self._deaths: list[float] = []
         self._noted: CounterReading | None = None
-        self._refusal = ("", "")
+        self._refusal, self._trouble = ("", ""), ""
         self._begin_economy()
 
     def run(self) -> None:
@@ -187,11 +187,10 @@ class Supervisor:
         Raises: as `Fleet.start`; what served before serves again then.
         """
         fleet, before, standby = self._fleet, self._live(), self._fleet.standby
-        if standby is not None and (standby.version, standby.speculates) == (version, speculate):
+        if standby is not None and standby.running() and (standby.version, standby.speculates) == (version, speculate):
             fleet.let_in(standby)
             return None
-        fleet.clear()  # what stands by gives its memory up first
-        if fleet.has_room_for(version):
+        if self._has_room_for(version):
             fleet.let_in(fleet.start(version, speculate=speculate))
             return None
         gone = time.monotonic()
@@ -202,6 +201,10 @@ class Supervisor:
             fleet.let_in(fleet.start(before.version, speculate=before.speculates))
             raise
         return time.monotonic() - gone
+
+    def _has_room_for(self, version: ServedVersion) -> bool:
+        self._fleet.clear()  # what stands by gives its memory up first
+        return self._fleet.has_room_for(version)
 
     # judging what took over
 
@@ -259,7 +262,9 @@ class Supervisor:
         try:
             self._source.take_back(*self._to_take_back)
         except RegistryError as error:
-            log.warning("the alias could not be moved back yet: %s", error.what)
+            if error.what != self._trouble:
+                log.warning("the alias could not be moved back yet: %s", error.what)
+            self._trouble = error.what
             return
         self._to_take_back = None
 
@@ -276,8 +281,8 @@ class Supervisor:
         advice = self._economy.look(live.now, speculates=live.speculates, now=time.monotonic())
         if advice is None:
             return
-        if advice.do == "report":
-            self._tell("speculation_doubtful", live.version.version, advice.reason)
+        if advice.do == "report" or (advice.do == "alone" and not self._has_room_for(live.version)):
+            self._tell("speculation_doubtful", live.version.version, advice.reason)  # a trial is worth no pause
         elif advice.do == "keep":
             fleet.retire_standby()
         else:
@@ -296,21 +301,21 @@ class Supervisor:
     def _mend(self) -> None:
         """Replace a dead engine: by what stands by, where its version is in its window, else by a new one."""
         dead = self._fleet.bury()
-        self._deaths += 1
+        now = time.monotonic()
+        self._deaths = [at for at in self._deaths if at > now - 3600] + [now]
         self._tell("engine_died", dead.version.version)
         standby = self._fleet.standby
         if standby is not None and standby.running():
-            started = time.monotonic()
             self._fleet.let_in(standby)
             self._observed = None
             if standby.version.version == dead.version.version:  # it had only been tried without its draft
                 self._tell("restarted", dead.version.version)
             else:
-                self._give_back(dead.version.version, "its engine died", started)
+                self._give_back(dead.version.version, "its engine died", now)
             return
-        if self._deaths > _RESTARTS:
-            raise EngineError(f"the engine of version {dead.version.version} died {self._deaths} times")
-        self._fleet.let_in(self._fleet.start(self._source.admit(dead.version.version), speculate=dead.speculates))
+        if len(self._deaths) > _RESTARTS:
+            raise EngineError(f"the engine of version {dead.version.version} died {len(self._deaths)} times in an hour")
+        self._fleet.let_in(self._fleet.start(dead.version, speculate=dead.speculates))
         self._tell("restarted", dead.version.version)
 
     def _note(self) -> None:

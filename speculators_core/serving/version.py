@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,8 @@ from speculators_core.serving.traffic import Traffic
 from speculators_core.store.manifest import sha256_file
 from speculators_core.types import Json, StrictModel
 from speculators_core.verifier.fingerprint import describe_location
+
+_COUNTERS_S = 30.0
 
 
 class ServedVersion(StrictModel):
@@ -81,8 +82,8 @@ def server_spec(version: ServedVersion, config: EngineConfig, model: Path, *, sp
 class Replica:
     """A running engine of a version and what is known of its traffic.
 
-    slot: its place in the proxy · since: monotonic time at which it took over · begun: totals at that moment ·
-    now: totals at the last look · probe_al: AL of its probe, None where it does not speculate.
+    client: for its counters and its health · slot: its place in the proxy · begun: totals when it took over · now: at
+    the last look.
     """
 
     version: ServedVersion
@@ -91,7 +92,6 @@ class Replica:
     client: EngineClient
     _open: ExitStack
     slot: str = ""
-    since: float = field(default_factory=time.monotonic)
     begun: Traffic = field(default_factory=Traffic)
     now: Traffic = field(default_factory=Traffic)
 
@@ -130,5 +130,5 @@ def start_replica(
             model = stack.enter_context(served_directory(version.draft, version.verifier, home / "scratch"))
         spec = server_spec(version, config, model, speculate=speculate)
         engine = stack.enter_context(serve(runtime, spec, home=home, startup_timeout_s=config.startup_timeout_s))
-        client = stack.enter_context(engine.client(timeout_s=config.startup_timeout_s))
+        client = stack.enter_context(engine.client(timeout_s=_COUNTERS_S))
         return Replica(version, speculate, engine, client, stack.pop_all())

@@ -55,6 +55,9 @@ class CountingEngine:
 
     version: str
     plan: Plan
+    fleet: CountingFleet
+    decode_s: float
+    prompt_tokens: int = 0
     requests: int = 0
     status: int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -70,7 +73,9 @@ class CountingEngine:
             "vllm:spec_decode_num_accepted_tokens_total": 3 * share * drafts,
             "vllm:request_generation_tokens_count": self.requests,
             "vllm:request_generation_tokens_sum": 10 * self.requests,
-            "vllm:request_decode_time_seconds_sum": 0.1 * self.requests,
+            "vllm:request_decode_time_seconds_sum": self.decode_s * self.requests,
+            "vllm:prompt_tokens_total": self.prompt_tokens,
+            "vllm:generation_tokens_total": 10 * self.requests,
         }
         lines = [f'{name}{{engine="0"}} {value}' for name, value in counts.items()]
         lines += [
@@ -94,6 +99,7 @@ class CountingEngine:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with engine.lock:
                     engine.requests += 1
+                    engine.prompt_tokens += engine.fleet.prompt_tokens
                     fails = engine.requests * engine.plan.failing % 1 < engine.plan.failing
                 if body.get("stream"):
                     self.stream(int(body["stream"]))
@@ -129,6 +135,7 @@ class CountingFleet(Fleet):
     def __init__(self, config: ServeConfig, home: Path, plans: dict[str, Plan]) -> None:
         super().__init__(config, Runtime(python="python"), home, home / "serving" / "chat")
         self.plans = plans
+        self.prompt_tokens, self.alone_s = 10, 0.1  # of a request; seconds of decoding without drafts
         self.engines: list[CountingEngine] = []
 
     def start(self, version: ServedVersion, *, speculate: bool = True) -> Replica:
@@ -138,7 +145,7 @@ class CountingFleet(Fleet):
         if plan.refused:
             raise Refused(plan.refused)
         with ExitStack() as stack:
-            engine = CountingEngine(version.version, plan)
+            engine = CountingEngine(version.version, plan, self, 0.1 if speculate else self.alone_s)
             self.engines.append(engine)
             url = stack.enter_context(engine.running())
             served = Engine(url, "chat", INFO, Path("log"), cast(SupervisedProcess, engine))
@@ -281,10 +288,36 @@ def test_failing_requests_and_a_dead_engine_bring_it_back_too(tmp_path: Path) ->
 
 def test_the_champion_s_dead_engine_is_started_again(tmp_path: Path) -> None:
     with serving(tmp_path) as world:
+        world.registry.away = True
         world.fleet.engines[0].status = 1
         world.supervisor.look()
-        assert world.kinds()[-2:] == ["engine_died", "restarted"] and world.ask() == "1"
+        assert world.kinds()[-3:] == ["engine_died", "restarted", "registry_away"] and world.ask() == "1"
         assert world.registry.taken_back == []
+        world.fleet.plans["1"] = Plan(fault="out of memory")
+        world.fleet.engines[-1].status = 137
+        with pytest.raises(EngineError, match="out of memory"):
+            world.supervisor.look()
+
+
+def test_traffic_that_speaks_against_drafts_is_tried_without_them(tmp_path: Path) -> None:
+    rules = {"mode": "on", "sustained_s": 0.05, "prefill_heavy": 5}
+    with serving(tmp_path, auto_disable=rules) as world:
+
+        def span() -> str:
+            world.supervisor.look()
+            world.traffic(20)
+            time.sleep(0.06)
+            world.supervisor.look()
+            return world.kinds()[-1]
+
+        assert span() == "ready", "usual traffic"
+        world.fleet.prompt_tokens, world.fleet.alone_s = 1000, 0.05
+        assert span() == "speculation_off" and len(world.fleet.running()) == 2
+        assert span() == "speculation_off", "the trial was won"
+        world.supervisor.look()
+        assert len(world.fleet.running()) == 1 and world.ask() == "1"
+        world.fleet.prompt_tokens = 1
+        assert span() == "speculation_on" and world.ask() == "1"
 
 
 def test_a_window_that_ends_well_frees_the_displaced_engine(tmp_path: Path) -> None:

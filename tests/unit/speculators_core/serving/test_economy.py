@@ -34,7 +34,8 @@ def test_a_trial_that_is_faster_stays_until_the_traffic_changes() -> None:
     found = advise(economy, traffic(tpot=0.02, **SATURATED), speculates=False, now=30)
     assert found == Advice("keep", "20.0 ms per output token against 30.0 with drafts")
     assert advise(economy, traffic(**SATURATED), speculates=False, now=50) is None
-    assert done(advise(economy, traffic(looks=10), speculates=False, now=70)) == "drafting"
+    assert advise(economy, Traffic(looks=10), speculates=False, now=70) is None, "no traffic says nothing"
+    assert done(advise(economy, traffic(looks=10), speculates=False, now=90)) == "drafting"
 
 
 def test_a_trial_that_is_slower_ends_and_is_not_repeated_soon() -> None:
