@@ -91,11 +91,11 @@ class Run:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """What this recipe's stages have taken on this verifier and runtime, against its budget."""
+        """What this recipe's stages have taken on this verifier, against its budget; asks no runtime what it is."""
         made = self.recipe.model_dump(
             mode="json", exclude={"budget", "lifecycle", "evaluation", "gate", "export", "serve"}
         )
-        name = sha256_json([made, self.fingerprint.digest, self.runtime.key])[:24]
+        name = sha256_json([made, self.fingerprint.digest])[:24]
         return Ledger(self.home / "spent" / name, self.recipe.budget, self.recipe.lifecycle)
 
     @cached_property

@@ -1,8 +1,8 @@
 """The ledger of a run: what each attempt at a stage took, noted while it works, and held against the budget.
 
 One small file an attempt lies under `<home>/spent/<run>/`, so that neither a kill nor a second process loses count. A
-run here is what a recipe makes on one verifier and runtime, whatever its budget: the same command with a higher budget
-goes on with the same ledger.
+run here is what a recipe makes for one verifier, whatever its budget and the version of vLLM: the same command with a
+higher budget goes on with the same ledger.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from speculators_core.types import StrictModel
 
 
 class BudgetConfig(StrictModel):
-    """What one pass of the loop may take, all attempts together; stages found in the store take nothing."""
+    """What a recipe may take for one verifier, all attempts together; stages found in the store take nothing."""
 
     hours: float | None = Field(None, gt=0, description="hours of work")
     cost: float | None = Field(None, gt=0, description="price by lifecycle.price_per_hour")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ TEMPLATE = "{% for m in messages %}\n{{ m.content }}\n{% endfor %}"
 class World:
     """A state root with a verifier, data, a runtime somewhere else, and a recipe."""
 
-    def __init__(self, root: Path, url: str) -> None:
+    def __init__(self, root: Path, runtime: Runtime) -> None:
         self.root, self.home, self.verifier = root, root / "home", root / "verifier"
         self.verifier.mkdir()
         for name, content in {
@@ -55,7 +56,7 @@ class World:
         self.data.write_text(json.dumps({"conversations": turns}))
         self.recipe = root / "recipe.yaml"
         content = {
-            "name": "chat", "deployment": MODEL, "verifier": {"path": str(self.verifier)}, "runtime": {"url": url},
+            "name": "chat", "deployment": MODEL, "verifier": {"path": str(self.verifier)}, "runtime": runtime.recipe(),
             "data": {"sources": [str(self.data)]}, "algorithm": {"kind": "eagle3"},
         }  # fmt: skip
         self.recipe.write_text(yaml.safe_dump(content))
@@ -97,14 +98,26 @@ class World:
 
 @dataclass
 class Runtime:
-    """A server that answers as vLLM does when it is asked for its version or its counters; and takes messages."""
+    """A server that answers as vLLM with our plugin does when it is asked who it is, or for its counters; it also takes
+    messages."""
 
-    url: str = ""
+    url: str
+    records: Path
     version: str = "0.32.0"
     drafts: int = 0
     accepted: int = 0
     received: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of what was posted to it."""
+
+    def recipe(self) -> dict[str, Any]:
+        """As a recipe names it."""
+        return {"url": self.url, "store": {"config": {"root": str(self.records)}}}
+
+    def announce(self) -> None:
+        """Say in the store of its records what it is: what was measured on a server that does not proves nothing."""
+        facts = {"vllm": self.version, "build": "vllm", "device": "cpu", "model_runner": "v1"}
+        captures = {"layer_ids": [1], "states_dtype": "bfloat16", "verifier_fingerprint": "none"}
+        (self.records / "engine.json").write_text(json.dumps({**facts, **captures}))
 
     def serve_traffic(self, drafts: int, al: float) -> None:
         """Count so many drafts with this acceptance length."""
@@ -118,12 +131,11 @@ class Runtime:
 
 @contextmanager
 def serve_runtime() -> Iterator[Runtime]:
-    runtime = Runtime()
-
     class Server(BaseHTTPRequestHandler):
         def log_message(self, *args: object) -> None: ...
 
         def do_GET(self) -> None:
+            runtime.announce()
             version = json.dumps({"version": runtime.version})
             self.answer(runtime.metrics() if self.path == "/metrics" else version)
 
@@ -141,9 +153,10 @@ def serve_runtime() -> Iterator[Runtime]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    runtime.url = f"http://127.0.0.1:{server.server_address[1]}"
     try:
-        yield runtime
+        with tempfile.TemporaryDirectory() as records:
+            runtime = Runtime(f"http://127.0.0.1:{server.server_address[1]}", Path(records))
+            yield runtime
     finally:
         server.shutdown()
         server.server_close()

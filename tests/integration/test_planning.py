@@ -27,7 +27,7 @@ from tests.integration.test_registry_protocol import Server
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     with serve_runtime() as runtime:
-        yield World(tmp_path, runtime.url)
+        yield World(tmp_path, runtime)
 
 
 def test_a_story_of_changes(world: World) -> None:
@@ -65,7 +65,8 @@ def test_a_story_of_changes(world: World) -> None:
     world.register()
     refused = world.run("apply", str(world.root / "plan.json"))
     assert refused.returncode == 1 and "the champion was version 1 and is 2" in refused.stderr
-    assert world.ask("why", MODEL, "--runtime", load_recipe(world.recipe).runtime.url or "")["stale"] is False
+    (reason,) = world.ask("why", MODEL, "--runtime", load_recipe(world.recipe).runtime.url or "")["reasons"]
+    assert "device cpu → unknown" in reason, "without its store the server does not say what it is"
 
 
 def test_both_answer_within_two_seconds_of_processor_time(world: World) -> None:

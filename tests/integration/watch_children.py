@@ -35,7 +35,7 @@ def note(step: str, **facts: Any) -> None:
 def story(root: str) -> None:
     """Changes come, are seen once, supersede each other, are taken back; runs fail and are tried again."""
     with prefect_api(settings()) as api, serve_runtime() as runtime:
-        world = World(Path(root), runtime.url)
+        world = World(Path(root), runtime)
         first = world.register()
         api.wait()
         from prefect.client.orchestration import get_client
@@ -114,7 +114,7 @@ def story(root: str) -> None:
 def drifted(root: str) -> None:
     """Served acceptance falls, is told once and answered once, and is over when it has recovered."""
     with prefect_api(settings()) as api, serve_runtime() as runtime:
-        world = World(Path(root), runtime.url)
+        world = World(Path(root), runtime)
         with world.recipe.open("a") as file:
             file.write("lifecycle: {drift: {min_windows: 4, min_drafts: 300}}\n")
         site = settings().site
@@ -200,7 +200,7 @@ def served(root: str) -> None:
     with prefect_api(settings()) as api, serve_runtime() as runtime:
         import subprocess
 
-        world = World(Path(root), runtime.url)
+        world = World(Path(root), runtime)
         world.register()
         api.wait()
         from prefect.client.orchestration import get_client
@@ -225,7 +225,7 @@ def served(root: str) -> None:
 def kept(root: str) -> None:
     """The template changed; what serves is as good on it, then another time it is not. Measurements are planted."""
     with prefect_api(settings()) as api, serve_runtime() as runtime:
-        world = World(Path(root), runtime.url)
+        world = World(Path(root), runtime)
         recipe = load_recipe(world.recipe, ["gate={speed: report, min_prompts: 50}", "evaluation.baselines=[]"])
         champion = register_draft(world, al="1.60")
         api.wait()

@@ -106,9 +106,7 @@ def test_a_stage_asks_what_it_will_take_only_where_there_is_a_budget(tmp_path: P
             "name": "tiny", "deployment": "tiny", "verifier": {"path": str(tmp_path / "verifier")},
             "data": {"sources": ["nowhere.jsonl"]}, "algorithm": {"kind": "eagle3"}, "budget": budget,
         }  # fmt: skip
-        found = Run(Recipe.model_validate(content), tmp_path / "home")
-        found.__dict__["runtime"] = SimpleNamespace(key="runtime")
-        return found
+        return Run(Recipe.model_validate(content), tmp_path / "home")
 
     def make(run: Run, key: str, seconds: float) -> bool:
         def build(workspace: Path) -> dict[str, Any]:

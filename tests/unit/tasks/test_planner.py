@@ -22,7 +22,7 @@ DATASET = {"tokens": 1000, "rows": 10, "splits": {"train": 8, "validation": 2}}
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     with serve_runtime() as runtime:
-        yield World(tmp_path, runtime.url)
+        yield World(tmp_path, runtime)
 
 
 def looking(world: World, *overrides: str) -> Run:

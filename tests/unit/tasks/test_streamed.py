@@ -27,7 +27,7 @@ DATASET = ArtifactRef(kind="dataset", uri="file:///nowhere", digest="d" * 64)
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     with serve_runtime() as runtime:
-        yield World(tmp_path, runtime.url)
+        yield World(tmp_path, runtime)
 
 
 def looking(world: World, *overrides: str) -> Run:

@@ -11,7 +11,7 @@ from speculators_core.lifecycle import drift
 from speculators_core.lifecycle.drift import CounterReading, DriftConfig, DriftVerdict, Incident, Registered
 
 REGISTERED = Registered(al=1.60, al_low=1.55)
-NOW = 10_000.0
+NOW = 100_000.0
 
 
 def windows(
