@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -30,11 +29,9 @@ from speculators_core.serving.supervisor import Supervisor
 from speculators_core.serving.version import Replica, ServedVersion
 from tasks.adapters.prefect_server import free_port
 from tests.client_load import steady_load
+from tests.haproxy import needs_haproxy
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("haproxy", path="/usr/sbin:/usr/bin:/usr/local/bin:/usr/local/sbin") is None,
-    reason="HAProxy is not installed: apt-get install haproxy",
-)
+pytestmark = needs_haproxy
 INFO = RuntimeInfo(vllm="0", build="b", device="cpu", model_runner="v1", torch="0", transformers="0")
 WATCH = WatchConfig(window_s=3600, min_drafts=20, min_requests=10, note_every_s=0.01)
 
