@@ -45,8 +45,8 @@ def capture_share(recipe: Recipe, dataset: ArtifactRef, number: int) -> int:
 
 def captured(recipe: Recipe, dataset: ArtifactRef) -> StageResult:
     """The capture; where the recipe has several engines, they do its parts first, at once."""
-    shares = stages.missing_shares(Run(recipe, settings().home), dataset)
-    capture_share.map(unmapped(recipe), unmapped(dataset), list(shares)).wait()
+    if shares := stages.missing_shares(Run(recipe, settings().home), dataset):
+        capture_share.map(unmapped(recipe), unmapped(dataset), list(shares)).wait()
     return capture(recipe, dataset)
 
 
