@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from speculators_core.data.rows import RowSet
+from speculators_core.data.rows import SPLITS, RowSet
 from speculators_core.data.vocabulary import DraftVocabulary, select_draft_vocabulary
 from speculators_core.types import StrictModel
 
@@ -63,7 +63,7 @@ def tabulate(
     Args:
         given: a vocabulary that the recipe names, to be reported beside the sizes.
     """
-    counts = {split: rows.token_counts(verifier_size, split) for split in ("train", "validation")}  # type: ignore[arg-type]
+    counts = {split: rows.token_counts(verifier_size, split) for split in SPLITS}
     domains = _by_domain(rows, verifier_size)
     powers = [2**power for power in range(10, verifier_size.bit_length())]
     chosen = sorted({size for size in sizes or powers if 0 < size < verifier_size} | {verifier_size})
