@@ -158,7 +158,10 @@ def export(
 
 @app.command()
 def evaluate(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json: JsonOption = False) -> None:
-    """Measure acceptance, losslessness and speed on the real engine."""
+    """Measure acceptance, losslessness and speed on the real engine.
+
+    Where that cannot serve the draft (`export.allow_unservable`), the reference loop measures acceptance alone.
+    """
     results, run = run_stages(recipe, overrides, "evaluate", as_json)
     if not as_json:
         print((run.store.path(results[-1].ref) / "report.md").read_text())

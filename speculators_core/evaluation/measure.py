@@ -20,7 +20,6 @@ from typing import Any
 
 from speculators_core.engine.client import EngineClient, Generation
 from speculators_core.engine.metrics import SpecDecodeCounters
-from speculators_core.engine.runtime import probe_runtime
 from speculators_core.engine.server import ServerSpec
 from speculators_core.errors import EvaluationError
 from speculators_core.evaluation.config import EvaluationConfig
@@ -104,14 +103,7 @@ def measure_draft(
     """
     config, chosen = conditions.config, conditions.choose()
     k = config.k or drafted_tokens(draft_dir)
-    info = probe_runtime(conditions.runtime, home=conditions.home)
-    identity = Identity(
-        draft=draft_digest(draft_dir),
-        verifier_fingerprint=conditions.verifier_fingerprint,
-        runtime_key=info.key,
-        vllm=info.vllm,
-        prompts=prompts_digest(chosen),
-    )
+    identity = conditions.identity(draft_digest(draft_dir), chosen)
     require_served(conditions.runtime, identity.draft)
     expected = None if baseline is None else _expected_replies(baseline, chosen, config, identity)
     with served_directory(draft_dir, conditions.verifier_dir, conditions.home / "scratch") as served:
@@ -136,14 +128,7 @@ def measure_ngram(conditions: Conditions, output: Path) -> Measurement:
         )
     config, chosen = conditions.config, conditions.choose()
     k = config.k or NGRAM_TOKENS
-    info = probe_runtime(conditions.runtime, home=conditions.home)
-    identity = Identity(
-        draft=NGRAM,
-        verifier_fingerprint=conditions.verifier_fingerprint,
-        runtime_key=info.key,
-        vllm=info.vllm,
-        prompts=prompts_digest(chosen),
-    )
+    identity = conditions.identity(NGRAM, chosen)
     look_up = {"method": NGRAM, "num_speculative_tokens": k, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     spec = conditions.spec(conditions.verifier_dir, chosen, k=k).model_copy(update={"speculative": look_up})
     return _measure(conditions, chosen, spec, identity, k, None, output)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from speculators_core.engine.client import EngineClient, Generation, GenerationRequest
 from speculators_core.engine.config import ServerSpec
-from speculators_core.engine.runtime import Runtime
+from speculators_core.engine.runtime import Runtime, probe_runtime
 from speculators_core.engine.server import Engine, serve
 from speculators_core.errors import EvaluationError
 from speculators_core.evaluation.config import EvaluationConfig
-from speculators_core.evaluation.records import EvaluationPrompt
+from speculators_core.evaluation.records import EvaluationPrompt, prompts_digest
+from speculators_core.evaluation.report import Identity
 from speculators_core.evaluation.served import speculation
 from speculators_core.types import ProgressCallback
 from speculators_core.verifier.facts import read_facts
@@ -57,6 +58,17 @@ class Conditions:
                 mend="lower evaluation.max_new_tokens or data.max_length",
             )
         return chosen
+
+    def identity(self, draft: str, chosen: Sequence[EvaluationPrompt]) -> Identity:
+        """What a run measures: the draft of that digest, on these prompts."""
+        info = probe_runtime(self.runtime, home=self.home)
+        return Identity(
+            draft=draft,
+            verifier_fingerprint=self.verifier_fingerprint,
+            runtime_key=info.key,
+            vllm=info.vllm,
+            prompts=prompts_digest(chosen),
+        )
 
     def spec(self, model: Path, chosen: Sequence[EvaluationPrompt], *, k: int | None = None) -> ServerSpec:
         """The server of an arm: the verifier, or with `k` a draft directory that is served alone."""

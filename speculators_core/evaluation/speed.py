@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from speculators_core.engine.runtime import probe_runtime
-from speculators_core.evaluation.records import SpeedMeasurement, prompts_digest
-from speculators_core.evaluation.report import Identity, Speed, write_text
+from speculators_core.evaluation.records import SpeedMeasurement
+from speculators_core.evaluation.report import Speed, write_text
 from speculators_core.evaluation.runs import Conditions, generation_requests, run_prompts, warm_up
 from speculators_core.evaluation.served import draft_digest, drafted_tokens, served_directory
 
@@ -36,7 +35,6 @@ def measure_speed(draft_dir: Path, conditions: Conditions, output: Path) -> Spee
     concurrencies = config.speed_concurrencies()
     beside = {"extra_args": _BESIDE_ANOTHER, "max_num_seqs": max(concurrencies)}
     k = config.k or drafted_tokens(draft_dir)
-    info = probe_runtime(conditions.runtime, home=conditions.home)
     found: list[Speed] = []
     with served_directory(draft_dir, conditions.verifier_dir, conditions.home / "scratch") as served:
         alone = conditions.spec(conditions.verifier_dir, chosen).model_copy(update=beside)
@@ -57,16 +55,8 @@ def measure_speed(draft_dir: Path, conditions: Conditions, output: Path) -> Spee
                         done = index * settings.rounds + number + 1
                         conditions.progress(done, len(concurrencies) * settings.rounds)
                 found.append(speed_of_rounds(rounds, concurrency))
-    measured = SpeedMeasurement(
-        identity=Identity(
-            draft=draft_digest(draft_dir),
-            verifier_fingerprint=conditions.verifier_fingerprint,
-            runtime_key=info.key,
-            vllm=info.vllm,
-            prompts=prompts_digest(chosen),
-        ),
-        speeds=tuple(found),
-    )
+    identity = conditions.identity(draft_digest(draft_dir), chosen)
+    measured = SpeedMeasurement(identity=identity, speeds=tuple(found))
     output.mkdir(parents=True, exist_ok=True)
     write_text(output / "speed.json", measured.model_dump_json(indent=2) + "\n")
     return measured

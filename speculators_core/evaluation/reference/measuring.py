@@ -7,14 +7,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from speculators_core.engine.runtime import probe_runtime
 from speculators_core.errors import EvaluationError
 from speculators_core.evaluation.drafts import ServedDraft
 from speculators_core.evaluation.lossless import repeated_share
-from speculators_core.evaluation.records import EvaluationPrompt, Measurement, prompts_digest, write_measurement
+from speculators_core.evaluation.records import EvaluationPrompt, Measurement, write_measurement
 from speculators_core.evaluation.reference.decoding import Drafter, Reply, speculate
 from speculators_core.evaluation.reference.verifier import ReferenceVerifier
-from speculators_core.evaluation.report import Identity, PromptCounts
+from speculators_core.evaluation.report import PromptCounts
 from speculators_core.evaluation.runs import Conditions
 from speculators_core.evaluation.served import draft_digest, drafted_tokens
 from speculators_core.verifier.facts import read_facts
@@ -37,7 +36,6 @@ def measure_reference(draft_dir: Path, conditions: Conditions, output: Path) -> 
     draft = ServedDraft.open(draft_dir, conditions.verifier_dir)
     facts = read_facts(conditions.verifier_dir)
     layers = (*draft.algorithm.aux_layers(draft.config, facts.num_hidden_layers), facts.num_hidden_layers)
-    info = probe_runtime(conditions.runtime, home=conditions.home)
     started = time.monotonic()
     drafter = Drafter(draft)
     verifier = ReferenceVerifier(
@@ -57,13 +55,7 @@ def measure_reference(draft_dir: Path, conditions: Conditions, output: Path) -> 
     if not drafts:
         raise EvaluationError("no reply is longer than one token: nothing was drafted", mend="look at the prompts")
     measurement = Measurement(
-        identity=Identity(
-            draft=draft_digest(draft_dir),
-            verifier_fingerprint=conditions.verifier_fingerprint,
-            runtime_key=info.key,
-            vllm=info.vllm,
-            prompts=prompts_digest(chosen),
-        ),
+        identity=conditions.identity(draft_digest(draft_dir), chosen),
         measured_by="reference",
         k=k,
         count=len(chosen),
