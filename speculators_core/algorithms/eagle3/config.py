@@ -16,7 +16,8 @@ class Eagle3Config(FeatureKnobs):
     kind: Literal["eagle3"] = Field(default="eagle3", description="name of the algorithm")
     norm_output: bool = Field(default=True, description="the state handed to the next step is the normed one")
     ttt_steps: int = Field(default=3, ge=1, le=16, description="steps that the draft is unrolled in training")
-    ttt_step_loss_decay: float = Field(default=1.0, gt=0, le=1, description="step k weighs decay to the k")
+    # what a step gets right counts only where those before it were right: 0.8 was accepted for longer than 1.0
+    ttt_step_loss_decay: float = Field(default=0.8, gt=0, le=1, description="step k weighs decay to the k")
     speculative_tokens: int | None = Field(
         default=None, ge=1, description="tokens that vLLM drafts at a time; default: ttt_steps"
     )
