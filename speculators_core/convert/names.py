@@ -59,25 +59,28 @@ def unfused(tensors: Mapping[str, Tensor], geometry: LayerGeometry) -> dict[str,
     Raises:
         FormatError: the rows do not add up, or a part is there beside the whole.
     """
+    import torch
+
     queries = geometry.num_attention_heads * geometry.head_dim
     keys = geometry.num_key_value_heads * geometry.head_dim
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
+        parts: dict[str, int] = {}
         if ".self_attn.qkv_proj." in name:
-            parts, rows = ("q_proj", "k_proj", "v_proj"), (queries, keys, keys)
+            parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         elif ".mlp.gate_up_proj." in name:
-            half = tensor.shape[0] // 2
-            parts, rows = ("gate_proj", "up_proj"), (half, half)
-        else:
+            parts = dict.fromkeys(("gate_proj", "up_proj"), tensor.shape[0] // 2)
+        if not parts:
             found[name] = tensor
             continue
         fused = name.split(".")[-2]
         names = [name.replace(fused, part) for part in parts]
         if beside := [part for part in names if part in tensors]:
             raise FormatError(f"{name} stands beside {', '.join(beside)}: which of them is used?")
+        rows = list(parts.values())
         if sum(rows) != tensor.shape[0]:
             raise FormatError(f"{name} has {tensor.shape[0]} rows; config.json implies {' + '.join(map(str, rows))}")
-        found |= dict(zip(names, tensor.split(rows), strict=True))
+        found |= dict(zip(names, torch.split(tensor, rows), strict=True))
     return found
 
 

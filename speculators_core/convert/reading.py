@@ -120,13 +120,12 @@ class Reading:
             FormatError: they are no copies, so that the draft would be served with others.
         """
         found = dict(tensors)
-        borrowed = {"embed_tokens.weight": lambda: self.head.embed_VH}
-        if draft_size == self.facts.vocab_size:
-            borrowed["lm_head.weight"] = lambda: self.head.head_VH
-        for name, verifiers in borrowed.items():
+        whole = draft_size == self.facts.vocab_size
+        for name in ("embed_tokens.weight", *(("lm_head.weight",) if whole else ())):
             if name not in found:
                 continue
-            if not self._same(found.pop(name), verifiers()):
+            verifiers = self.head.embed_VH if name.startswith("embed") else self.head.head_VH
+            if not self._same(found.pop(name), verifiers):
                 raise FormatError(
                     f"its {name} is not the verifier's, and in this format the verifier's is used",
                     mend="name the verifier that the draft was trained for",

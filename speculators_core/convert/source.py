@@ -74,7 +74,9 @@ class Source:
         mask = self.directory / MASK_EMBEDDING
         if mask.is_file() and "mask_embedding" not in found:
             content = self._unpickled(mask)
-            found["mask_embedding"] = content.get("embedding", content.get(""))  # type: ignore[assignment]
+            if not {"embedding", ""} & content.keys():
+                raise FormatError(f"{mask} holds no embedding")
+            found["mask_embedding"] = content["embedding" if "embedding" in content else ""]
         return found
 
     @cached_property

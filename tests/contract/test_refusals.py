@@ -34,7 +34,8 @@ def refused(plan: DraftPlan, kind: str, says: str, **knobs: Any) -> None:
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_block_must_fit_into_a_row(plan: DraftPlan, kind: str) -> None:
     refused(plan, kind, "no block would fit", block_size=64)
-    registry.resolve(kind).check(registry.resolve(kind).config(block_size=8), plan)
+    fitting = registry.resolve(kind).config.model_validate({"block_size": 8})
+    registry.resolve(kind).check(fitting, plan)
 
 
 @pytest.mark.parametrize(("knob", "kind"), CHAINS.items())

@@ -192,15 +192,13 @@ def deepspec_config(head: str = "vanilla") -> dict[str, Any]:
     """DeepSeek's keys, all at the top."""
     config = block_config()
     nested = config.pop("dflash_config")
-    return (
-        config
-        | nested
-        | {
-            "architectures": ["Qwen3DSparkModel"],
-            "num_anchors": 64,
-            "markov_rank": RANK,
-            "markov_head_type": head,
-            "enable_confidence_head": True,
-            "confidence_head_with_markov": True,
-        }
-    )
+    return {
+        **config,
+        **nested,
+        "architectures": ["Qwen3DSparkModel"],
+        "num_anchors": 64,
+        "markov_rank": RANK,
+        "markov_head_type": head,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }

@@ -42,7 +42,7 @@ def draft_of(directory: Path, verifier: Path | None, **options: Any) -> Exported
 
 
 def verifier_tensors(verifier: Path) -> dict[str, Tensor]:
-    return load_file(verifier / "model.safetensors")
+    return dict(load_file(verifier / "model.safetensors"))
 
 
 def test_every_layout_says_where_it_was_read() -> None:
