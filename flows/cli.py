@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from flows import (
+    cli_adopt,
     cli_bench,
     cli_convert,
     cli_data,
@@ -35,6 +36,7 @@ from flows.cli_support import (
     load,
     prepare_environment,
     run_stages,
+    show_loop,
     show_model,
     show_table,
 )
@@ -97,17 +99,7 @@ def retrain(
 
         api.wait()
         summary = flow(loaded)
-    target = settings.home / loaded.name / "report.json"
-    summary.write(target)
-    if as_json:
-        print(summary.model_dump_json(indent=2, by_alias=True))
-        return
-    from speculators_core.summary import rows
-
-    show_table(f"{loaded.name}", rows(summary))
-    print(f"report       {target}")
-    print("pages        make ui   (Prefect's and MLflow's, over the same stores)")
-    print(f"serve it     vllm serve {summary.draft.path}")
+    show_loop(summary, settings.home / loaded.name / "report.json", as_json)
 
 
 @app.command()
@@ -219,6 +211,7 @@ cli_parity.add_to(app)
 cli_gc.add_to(app)
 cli_stitch.add_to(app)
 cli_convert.add_to(app)
+cli_adopt.add_to(app)
 
 
 def describe_os_error(error: OSError) -> DraftsmithError:

@@ -91,7 +91,6 @@ def serve_untrained(recipe: Recipe, home: Path, workspace: Path) -> dict[str, An
 
 
 def _serve_untrained(recipe: Recipe, home: Path) -> dict[str, Any]:
-    started = time.monotonic()
     verifier = Path(recipe.verifier.path).absolute()
     with tempfile.TemporaryDirectory(prefix="preflight-", dir=ensure(home / "scratch")) as scratch:
         draft = export_untrained(
@@ -102,25 +101,33 @@ def _serve_untrained(recipe: Recipe, home: Path) -> dict[str, Any]:
             Path(scratch) / "draft",
             ModelCard(title="untrained draft"),
         )
-        with served_directory(draft, verifier, home / "scratch") as directory:
-            spec = ServerSpec(
-                model=str(directory),
-                max_model_len=256,
-                max_num_seqs=1,
-                kv_cache_gib=recipe.evaluation.kv_cache_gib,
-                speculative=speculation(directory, None),
-                trust_remote_code=recipe.verifier.trust_remote_code,
-            )
-            with serve(recipe.runtime, spec, home=home) as engine, engine.client() as client:
-                probe = GenerationRequest(
-                    id="probe", prompt_token_ids=(1, 2, 3), max_tokens=PROBE_TOKENS, ignore_eos=True
-                )
-                list(client.generate([probe], concurrency=1))
-                drafts = client.counters().drafts
-                vllm = engine.info.vllm
+        return serve_briefly(recipe, draft, verifier, home)
+
+
+def serve_briefly(recipe: Recipe, draft: Path, verifier: Path, home: Path) -> dict[str, Any]:
+    """Have the runtime serve a draft alone, and draft a few tokens.
+
+    Raises:
+        EngineError: the runtime does not load it, or drafts nothing.
+    """
+    started = time.monotonic()
+    with served_directory(draft, verifier, ensure(home / "scratch")) as directory:
+        spec = ServerSpec(
+            model=str(directory),
+            max_model_len=256,
+            max_num_seqs=1,
+            kv_cache_gib=recipe.evaluation.kv_cache_gib,
+            speculative=speculation(directory, None),
+            trust_remote_code=recipe.verifier.trust_remote_code,
+        )
+        with serve(recipe.runtime, spec, home=home) as engine, engine.client() as client:
+            probe = GenerationRequest(id="probe", prompt_token_ids=(1, 2, 3), max_tokens=PROBE_TOKENS, ignore_eos=True)
+            list(client.generate([probe], concurrency=1))
+            drafts = client.counters().drafts
+            vllm = engine.info.vllm
     if not drafts:
         raise EngineError(
-            "the runtime served the untrained draft but never drafted with it",
+            "the runtime served the draft but never drafted with it",
             mend="look in the server's log for why speculation was turned off",
         )
     return {"drafts": drafts, "vllm": vllm, "seconds": round(time.monotonic() - started, 1)}

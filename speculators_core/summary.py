@@ -106,7 +106,7 @@ class LoopSummary(StrictModel):
     acceptance: AcceptanceSummary
     lossless: LosslessSummary | None = Field(description="null: not measured")
     speed: SpeedSummary | None = Field(description="null: not measured")
-    training: TrainingSummary
+    training: TrainingSummary | None = Field(description="null: the draft was not trained here")
     registry: RegistrySummary
     gate: GateSummary
     stages: tuple[StageTime, ...]
@@ -121,7 +121,7 @@ class LoopSummary(StrictModel):
 
 def rows(summary: LoopSummary) -> Sequence[tuple[str, str]]:
     """Label and value pairs for a table on the terminal."""
-    a, s, lossless = summary.acceptance, summary.speed, summary.lossless
+    a, s, lossless, trained = summary.acceptance, summary.speed, summary.lossless, summary.training
     low, high = a.interval
     by = "" if a.measured_by == "engine" else f"; by the {a.measured_by} loop, not served"
     cached = sum(stage.cached for stage in summary.stages)
@@ -146,7 +146,7 @@ def rows(summary: LoopSummary) -> Sequence[tuple[str, str]]:
             if s is None
             else f"{s.with_draft:.0f} with, {s.without:.0f} without, {s.concurrency} requests at once; {s.arms}",
         ),
-        ("training", f"{summary.training.tokens:,} tokens in {summary.training.seconds:.0f} s"),
+        ("training", "elsewhere" if trained is None else f"{trained.tokens:,} tokens in {trained.seconds:.0f} s"),
         ("registered", f"{summary.registry.model} version {summary.registry.version or '-'}  {list_aliases(summary)}"),
         ("gate", f"{summary.gate.outcome}: {'; '.join(summary.gate.reasons)}"),
         ("took", f"{summary.seconds:.0f} s, {cached} of {len(summary.stages)} stages cached"),

@@ -120,7 +120,7 @@ def register_draft(run: Run, draft: ArtifactRef, evaluation: ArtifactRef) -> Reg
 def version_facts(run: Run, draft: ArtifactRef, evaluation: ArtifactRef, parent: str) -> VersionFacts:
     """What the version's tags will say."""
     recipe, report = run.recipe, read_evaluation(run, evaluation)
-    acceptance = report.acceptance
+    acceptance, made = report.acceptance, run.store.manifest(draft).meta
     return VersionFacts(
         draft_digest=draft.digest,
         verifier_name=verifier_name(run),
@@ -143,7 +143,7 @@ def version_facts(run: Run, draft: ArtifactRef, evaluation: ArtifactRef, parent:
             EVALUATION_TAG: evaluation.digest,
             **tags_of(world_of(run)),
             TEMPLATE_TAG: json.dumps(recipe.data.template_kwargs),
-            BEGAN_TAG: json.dumps(run.store.manifest(draft).meta.get("began_from")),
+            **({BEGAN_TAG: json.dumps(made["began_from"])} if "began_from" in made else {}),  # not of an adopted one
         },
     )
 
@@ -220,7 +220,8 @@ def summarise(
     report = read_evaluation(run, by_name["evaluate"].ref)
     a, speed, lossless = report.acceptance, report.told_speed, report.lossless
     assert a.interval is not None
-    trained = by_name["train"].summary
+    draft = by_name["export" if "export" in by_name else "convert"].ref
+    trained = by_name["train"].summary if "train" in by_name else None
     times = [StageTime(name=r.name, seconds=round(r.seconds, 2), cached=r.cached) for r in by_name.values()]
     times += [StageTime(name=r.name, seconds=round(r.seconds, 2), cached=r.cached) for r in (registration, promotion)]
     return LoopSummary(
@@ -229,8 +230,8 @@ def summarise(
         runtime=RuntimeSummary(vllm=run.runtime.vllm),
         draft=DraftSummary(
             algorithm=str(recipe.algorithm["kind"]),
-            path=str(run.store.path(by_name["export"].ref)),
-            digest=by_name["export"].ref.digest,
+            path=str(run.store.path(draft)),
+            digest=draft.digest,
         ),
         acceptance=AcceptanceSummary(
             measured_by=report.measured_by,
@@ -251,7 +252,9 @@ def summarise(
         else SpeedSummary(
             with_draft=speed.with_, without=speed.without, concurrency=speed.concurrency, arms=speed.arms
         ),
-        training=TrainingSummary(
+        training=None
+        if trained is None
+        else TrainingSummary(
             tokens=trained["tokens"], seconds=trained["seconds"], eal=trained["validation"].get("eal")
         ),
         registry=RegistrySummary(model=promotion.model, version=promotion.version, aliases=promotion.aliases),

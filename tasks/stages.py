@@ -12,6 +12,7 @@ from prefect import unmapped
 
 from speculators_core import stages
 from speculators_core.config import Recipe
+from speculators_core.convert.options import ConvertOptions
 from speculators_core.run import Run, StageResult, WarmStart
 from speculators_core.types import ArtifactRef
 from tasks.adapters.settings import settings
@@ -23,6 +24,18 @@ from tasks.policies import stage_task
 def preflight(recipe: Recipe, warm_start: WarmStart | None = None) -> StageResult:
     """An untrained draft of this shape is loaded by the real runtime, before anything expensive."""
     return observed(recipe, "preflight", lambda run: stages.preflight(replace(run, warm_start=warm_start)))
+
+
+@stage_task("convert", retries=0)
+def convert(recipe: Recipe, source: str, options: ConvertOptions) -> StageResult:
+    """A draft that somebody else trained becomes one of ours."""
+    return observed(recipe, "convert", lambda run: stages.convert(run, source, options))
+
+
+@stage_task("preflight", retries=1)
+def preflight_draft(recipe: Recipe, draft: ArtifactRef) -> StageResult:
+    """A finished draft is loaded by the real runtime, before it is measured."""
+    return observed(recipe, "preflight", lambda run: stages.preflight_draft(run, draft))
 
 
 @stage_task("prepare")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 from speculators_core.config import Recipe
 from speculators_core.run import Run, StageResult
+from speculators_core.stages.adopting import convert, preflight_draft
 from speculators_core.stages.draft import export, preflight, train, training_key
 from speculators_core.stages.measuring import (
     baseline,
@@ -61,6 +62,7 @@ __all__ = [
     "baseline",
     "capture",
     "capture_share",
+    "convert",
     "evaluate",
     "evaluate_exported",
     "export",
@@ -70,6 +72,7 @@ __all__ = [
     "missing_shares",
     "order_of",
     "preflight",
+    "preflight_draft",
     "prepare",
     "read_evaluation",
     "regenerate",
