@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hs_connectors.contract import Record
+from hs_connectors.registry import open_backend
 from speculators_core.build import train
 from speculators_core.data.rows import RowRecord, RowWriter
 from speculators_core.engine.remote import CaptureTerms, RecordStore
@@ -20,6 +21,7 @@ from speculators_core.states.config import CaptureConfig, HiddenStatesConfig, On
 from speculators_core.states.sets import StateSet
 from speculators_core.training.request import TrainRequest
 from speculators_core.training_process import read_outcome
+from tests.contract.test_backends import CONFIGS, backend
 from tests.integration.test_training import (
     HIDDEN,
     ask,
@@ -32,7 +34,7 @@ from tests.integration.test_training import (
 )
 from tests.recorded_engine import RecordedEngine
 
-__all__ = ["ask", "states", "verifier"]  # fixtures
+__all__ = ["ask", "backend", "states", "verifier"]  # fixtures
 LONGEST = 32
 
 
@@ -91,6 +93,21 @@ def test_the_same_draft_comes_out_offline_online_and_hybrid(
         found = train(request)
         assert found.validation == expected.validation and found.tokens == expected.tokens
         assert_same(last_checkpoint(offline.output), last_checkpoint(request.output))
+
+
+def test_the_same_draft_comes_out_over_every_backend_and_nothing_stays_in_the_store(
+    backend: tuple[str, Any],
+    ask: Callable[..., TrainRequest],
+    stream: Any,
+    tmp_path: Path,
+) -> None:
+    name, service = backend
+    store = RecordStore(backend=name, config=dict(CONFIGS[name](str(tmp_path / "store"), service)))
+    offline, request = ask("offline", training={"epochs": 1}), stream(name, store=store, training={"epochs": 1})
+    train(offline)
+    train(request)
+    assert_same(last_checkpoint(offline.output), last_checkpoint(request.output))
+    assert list(open_backend(name, store.config).entries()) == []
 
 
 def test_a_row_that_never_comes_ends_every_rank_with_the_cause(stream: Any, tmp_path: Path) -> None:
