@@ -146,13 +146,13 @@ def serve_model(source: RegistrySource, model: str, config: ServeConfig, runtime
         ConfigError: it is served already, the port is taken, there is no proxy. Others as `Supervisor.run`.
     """
     home = settings().home
-    with _alone(model):
+    with sole_server(model):
         fleet = Fleet(config, runtime, home, home / "serving" / model)
         Supervisor(model, source, config, fleet, home, tell).run()
 
 
 @contextmanager
-def _alone(model: str) -> Iterator[None]:
+def sole_server(model: str) -> Iterator[None]:
     """One supervisor of a name in a state root, by a lock that dies with its holder; ConfigError names the other."""
     path = settings().locks / f"serve-{model}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)

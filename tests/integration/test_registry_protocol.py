@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from speculators_core.engine.runtime import RuntimeInfo
-from speculators_core.errors import RegistryError, VerifierError
+from speculators_core.errors import ConfigError, RegistryError, VerifierError
 from speculators_core.lifecycle.matrix import Cell, Pair
 from speculators_core.lifecycle.promotion import CHAMPION, PREVIOUS, audit_log, promote, rollback, settle
 from speculators_core.store import Store
@@ -27,7 +28,7 @@ from tasks.adapters.registry import DraftRegistry, VersionFacts
 from tasks.adapters.settings import read_settings, settings
 from tasks.adapters.tracking import Tracking
 from tasks.observe import tracking
-from tasks.serving import RegistrySource
+from tasks.serving import RegistrySource, sole_server
 from tests.environment import child_environment
 
 CHILDREN = Path(__file__).with_name("mlflow_children.py")
@@ -411,3 +412,11 @@ def test_what_serving_takes_back_moves_only_where_it_still_is_the_champion(
     assert (entry.action, entry.who, entry.why) == ("rollback", "draftsmith serve", "it fell")
     RegistrySource(chat, PREVIOUS, HERE).take_back(two, "not ours to move")
     assert asked.wanted() == two
+
+
+def test_a_name_is_served_once(home: Path, chat: str) -> None:
+    served = pytest.raises(ConfigError, match=f"{chat} is served already, by process {os.getpid()}")
+    with sole_server(chat), sole_server(f"{chat}-2"), served, sole_server(chat):
+        pass
+    with sole_server(chat):
+        pass

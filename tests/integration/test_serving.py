@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +31,7 @@ from speculators_core.serving.supervisor import Supervisor
 from speculators_core.serving.version import Replica, ServedVersion
 from tasks.adapters.prefect_server import free_port
 from tests.client_load import steady_load
+from tests.environment import child_environment
 from tests.haproxy import needs_haproxy
 
 pytestmark = needs_haproxy
@@ -414,3 +417,22 @@ def test_a_proxy_that_ends_is_started_again(tmp_path: Path) -> None:
 def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with serving(tmp_path) as world, pytest.raises(ConfigError, match=r"serve\.port"):
         Proxy(tmp_path / "other", tmp_path, "127.0.0.1", httpx.URL(world.fleet.address).port or 0, request_timeout_s=5)
+
+
+def test_a_killed_supervisor_leaves_no_proxy(tmp_path: Path) -> None:
+    port = free_port()
+    program = (
+        "import sys, time; from pathlib import Path; from speculators_core.serving.proxy import Proxy\n"
+        "root = Path(sys.argv[1]); Proxy(root / 'p', root, '127.0.0.1', int(sys.argv[2]), request_timeout_s=5)\n"
+        "print('up', flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path), str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment(tmp_path)) as child:
+        assert child.stdout is not None and child.stdout.readline() == "up\n"
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 503
+        child.kill()
+    deadline = time.monotonic() + 20
+    with pytest.raises(httpx.ConnectError):
+        while time.monotonic() < deadline:
+            httpx.get(f"http://127.0.0.1:{port}/health")
+            time.sleep(0.1)
