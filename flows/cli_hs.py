@@ -107,7 +107,7 @@ def gc(
     """Show which records nobody will take any more, and with --apply delete them and what killed writers left.
 
     A record is leased to its reader from when it was written; readers delete what they have taken. What is older than a
-    lease belongs to nobody: its reader died. Every engine and every trainer that starts on a store clears it as well.
+    lease belongs to nobody: its reader died.
     """
     with connector_errors():
         from hs_connectors.upkeep import collect

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from hs_connectors import BACKENDS
+from hs_connectors.backends import file
 from hs_connectors.testing import BackendContract
+from tests.contract.chaos import run_chaos
 
 CONFIGS: dict[str, Callable[[str, Any], Mapping[str, Any]]] = {
     "file": lambda name, _: {"root": name},
@@ -51,3 +53,23 @@ class TestRegisteredBackends(BackendContract):
 
 def test_every_backend_is_covered() -> None:
     assert set(CONFIGS) == set(BACKENDS)
+
+
+@pytest.mark.parametrize("backend", ["file", "shm"], indirect=True)
+def test_what_was_acknowledged_survives_kills(
+    backend: tuple[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tests/trial/test_store_chaos.py` does the same with 10,000 records, and over S3 and Mooncake as well."""
+    name, service = backend
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    outcome = run_chaos(
+        name,
+        CONFIGS[name](str(tmp_path), service),
+        200,
+        notes,
+        pause_s=(0.02, 0.2),
+        grow_old=lambda: monkeypatch.setattr(file, "_YOUNG_S", -60.0),
+    )
+    assert outcome.acknowledged == 200 and outcome.kills > 0, outcome
+    assert outcome.lost == outcome.corrupt == outcome.left == [], outcome

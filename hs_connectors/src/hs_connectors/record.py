@@ -90,7 +90,7 @@ def unpack(payload: Payload) -> Record:
             extra=json.loads(metadata["extra"]),
         )
         _check_shapes(record)
-    except (KeyError, AttributeError, ValueError, TypeError, RuntimeError, SettingsError) as error:
+    except (LookupError, AttributeError, ValueError, TypeError, ArithmeticError, RuntimeError, SettingsError) as error:
         raise RecordError(f"a record with a right checksum and wrong content: {error}") from error
     return record
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import replace
 
 import pytest
 import safetensors.torch
 import torch
 
+from hs_connectors import Record
 from hs_connectors.errors import RecordCorrupt, RecordError, RecordNotFinite, SettingsError, UnknownName
 from hs_connectors.record import SCHEMA, pack, unpack
 from hs_connectors.testing import assert_same, make_record
@@ -23,6 +25,49 @@ def test_any_safetensors_library_reads_a_record() -> None:
     tensors = safetensors.torch.load(bytes(pack(record)))
     assert set(tensors) == {"hidden_states", "token_ids"}
     assert torch.equal(tensors["hidden_states"], record.hidden_states)
+
+
+def seal(payload: bytes) -> bytearray:
+    """The payload with the right checksum where it has one of eight zeros."""
+    sealed = bytearray(payload)
+    at = sealed.index(b'"crc32":"') + 9
+    sealed[at : at + 8] = b"%08x" % zlib.crc32(sealed)
+    return sealed
+
+
+def metadata_of(record: Record) -> dict[str, str]:
+    payload = pack(record)
+    header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
+    return {**header["__metadata__"], "crc32": "00000000"}
+
+
+def test_a_record_that_another_safetensors_library_wrote_is_read() -> None:
+    record = make_record()
+    tensors = {"hidden_states": record.hidden_states, "token_ids": record.token_ids}
+    assert_same(unpack(seal(safetensors.torch.save(tensors, metadata_of(record)))), record)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "BF16", "shape": [7, 3, 5], "data_offsets": [0, 1 << 40]},
+        {"dtype": "BF16", "shape": [1 << 70, 3, 5], "data_offsets": [0, (1 << 70) * 30]},
+        {"dtype": "BF16", "shape": [-7, -3, 5], "data_offsets": [0, 210]},
+        {"dtype": "BF16", "shape": [7, 3, 5], "data_offsets": [-210, 0]},
+        {"dtype": "BF16", "shape": [7, 3, 5], "data_offsets": [1000, 1210]},
+        {"dtype": "BF16", "shape": "735", "data_offsets": [0, 210]},
+        {"dtype": "C64", "shape": [7, 3, 5], "data_offsets": [0, 840]},
+        {"shape": [7, 3, 5]},
+        [],
+        None,
+    ],
+)
+def test_a_hostile_header_with_a_right_checksum_is_no_record(entry: object) -> None:
+    header = {"__metadata__": metadata_of(make_record()), "hidden_states": entry}
+    header["token_ids"] = {"dtype": "I64", "shape": [7], "data_offsets": [0, 56]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    with pytest.raises(RecordError):
+        unpack(seal(len(text).to_bytes(8, "little") + text + bytes(300)))
 
 
 def test_the_header_says_what_the_specification_says() -> None:
