@@ -1,5 +1,8 @@
 """A server that answers with recorded states through a real store, as a capturing vLLM does: the same bits every time.
 
+As a program it takes the flags of vLLM's server, and answers with the set that RECORDED_STATES names, a row in
+RECORDED_DELAY seconds.
+
 What a live engine computes for a row depends, in the last bits, on what else is in its batch; how states travel can be
 proved only where they are the same on every road. Real vLLM has its tests in tests/engine.
 """
@@ -7,7 +10,9 @@ proved only where they are the same on every road. Real vLLM has its tests in te
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hs_connectors.contract import NORM_POINT, Record
+from hs_connectors.contract import NORM_POINT, SETTINGS_KEY, CaptureSettings, Record
 from hs_connectors.registry import open_writer
 from speculators_core.engine.remote import CaptureTerms, RecordStore
 from speculators_core.engine.runtime import Runtime
+from speculators_core.states.sets import StateSet
 
 
 class RecordedEngine:
@@ -39,6 +45,8 @@ class RecordedEngine:
         announced: Mapping[str, Any] | None = None,
         delay_s: Callable[[], float] = lambda: 0.0,
         change: Callable[[Record], Record | None] = lambda record: record,
+        port: int = 0,
+        model: str = "verifier",
     ) -> None:
         self.store = store
         self.asked: list[tuple[int, ...]] = []
@@ -58,7 +66,7 @@ class RecordedEngine:
             def do_GET(self) -> None:
                 metrics = f"process_start_time_seconds {started}\n"
                 answers = {"/version": '{"version": "0.32.0"}', "/metrics": metrics, "/health": ""}
-                self._send(200, answers.get(self.path, '{"data": [{"id": "verifier"}]}').encode())
+                self._send(200, answers.get(self.path, json.dumps({"data": [{"id": model}]})).encode())
 
             def do_POST(self) -> None:
                 ids = tuple(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"])
@@ -96,7 +104,7 @@ class RecordedEngine:
             def log_message(self, format: str, *args: object) -> None:
                 return
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self._http.daemon_threads = True
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
         self.runtime = Runtime(url=f"http://127.0.0.1:{self._http.server_address[1]}", store=store)
@@ -113,3 +121,34 @@ class RecordedEngine:
     def __exit__(self, *_: object) -> None:
         if not self._down:
             self.stop()
+
+
+def main(argv: list[str]) -> None:
+    """Serve as the flags say, until killed."""
+
+    def flag(name: str) -> str:
+        return argv[argv.index(name) + 1]
+
+    extra = json.loads(flag("--kv-transfer-config"))["kv_connector_extra_config"]
+    settings = CaptureSettings.from_json(extra[SETTINGS_KEY])
+    recorded = StateSet.open(os.environ["RECORDED_STATES"])
+    terms = CaptureTerms(
+        layer_ids=settings.layer_ids,
+        states_dtype=flag("--dtype"),
+        codec=settings.codec,
+        verifier_fingerprint=settings.verifier_fingerprint,
+    )
+    delay = float(os.environ["RECORDED_DELAY"])
+    RecordedEngine(
+        {tuple(row.input_ids.tolist()): row.hidden_states.clone() for row in recorded.rows()},
+        RecordStore(backend=settings.backend, config=dict(settings.backend_config)),
+        terms,
+        delay_s=lambda: delay,
+        port=int(flag("--port")),
+        model=flag("--served-model-name"),
+    )
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,103 @@
+"""The train stage over engines that it keeps itself: processes that answer as vLLM does, killed in mid-epoch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculators_core import stages
+from speculators_core.config import Recipe
+from speculators_core.data.rows import RowRecord, RowWriter
+from speculators_core.engine.runtime import RuntimeInfo
+from speculators_core.run import Run
+from speculators_core.states.sets import StateSet
+from speculators_core.types import ArtifactRef
+from tests.environment import ROOT
+from tests.integration.test_training import assert_same, last_checkpoint, states, verifier
+
+__all__ = ["states", "verifier"]  # fixtures
+INFO = RuntimeInfo(vllm="1", build="b", device="cpu", model_runner="v1", torch="t", transformers="f")
+
+
+@pytest.fixture
+def run_of(verifier: Path, states: Path, tmp_path: Path) -> Callable[..., Run]:
+    """Runs over one state root, with a runtime whose server answers with the set's states."""
+    served = tmp_path / "verifier"
+    shutil.copytree(verifier, served)
+    (served / "tokenizer.json").write_text("{}")
+    (served / "chat_template.jinja").write_text("{{ messages }}")
+    python = tmp_path / "env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    paths = f"{ROOT}:{ROOT / 'hs_connectors' / 'src'}"
+    python.write_text(
+        f"#!/bin/sh\nif [ \"$1\" = -P ]; then echo 'DRAFTSMITH{INFO.model_dump_json()}'; exit; fi\n"
+        f"export PYTHONPATH={paths} RECORDED_STATES={states} RECORDED_DELAY=0.05\n"
+        f'exec {sys.executable} -m tests.recorded_engine "$@"\n'
+    )
+    python.chmod(0o755)
+
+    def make(progress: Callable[[int, int], None] | None = None, **hidden_states: Any) -> Run:
+        recipe = {
+            "name": "tiny",
+            "deployment": "tiny",
+            "verifier": {"path": str(served)},
+            "runtime": {"python": str(python)},
+            "data": {"sources": ["nowhere.jsonl"]},
+            "capture": {"concurrency": 2, "kv_cache_gib": 0.1},
+            "algorithm": {"kind": "eagle3", "aux_layers": [2, 3, 4]},
+            "training": {
+                "epochs": 10,
+                "row_tokens": 64,
+                "precision": "fp32",
+                "log_every_steps": 1,
+                "threads": 1,
+                "checkpoint": {"every_steps": 20, "keep_when_finished": True},
+            },
+            "hidden_states": hidden_states,
+        }
+        return Run(Recipe.model_validate(recipe), tmp_path / "home", progress=progress)
+
+    return make
+
+
+def publish(run: Run, states: Path) -> tuple[ArtifactRef, ArtifactRef]:
+    """(data set, captured set) of the same rows."""
+    rows, captured = run.store.workspace("dataset", "d" * 64), run.store.workspace("states", "s" * 64)
+    writer = RowWriter()
+    for row in StateSet.open(states).rows():
+        record = RowRecord(f"r{row.index}", "all", row.split, f"c{row.index}", (1,))  # type: ignore[arg-type]
+        writer.add(record, row.input_ids.tolist(), row.loss_mask.int().tolist())
+    writer.write(rows, [], [], {})
+    shutil.copytree(states, captured, dirs_exist_ok=True)
+    return run.store.publish(rows, "dataset", "d" * 64, {}), run.store.publish(captured, "states", "s" * 64, {})
+
+
+def test_an_engine_killed_in_mid_epoch_comes_back_on_another_port_and_the_draft_has_the_same_bits(
+    run_of: Callable[..., Run], states: Path, tmp_path: Path
+) -> None:
+    killed: list[int] = []
+
+    def kill(done: int, total: int) -> None:
+        if 5 <= done < total // 2 and not killed:
+            (record,) = [json.loads(path.read_text()) for path in (tmp_path / "home" / "engines").glob("vllm-*.json")]
+            killed.append(record["group"])
+            os.killpg(record["group"], signal.SIGKILL)
+
+    run = run_of(kill, mode="online", window_tokens=100, engines=[{"cores": [0]}], trainer_cores=[0])
+    dataset, captured = publish(run, states)
+    offline = stages.train(run_of(mode="offline"), captured)
+    online = stages.train(run, dataset)
+    assert killed and len(list((tmp_path / "home" / "logs").glob("vllm-*.log"))) == 2
+    directory = run.store.path(online.ref)
+    assert_same(last_checkpoint(run.store.path(offline.ref)), last_checkpoint(directory))
+    assert not list((tmp_path / "home" / "engines").glob("*.json")), "no engine is left behind"
+    assert not list((tmp_path / "home").rglob(".online")) and not (directory / ".online").exists()
+    assert stages.train(run_of(mode="hybrid", cache_gib=1), dataset).cached, "how states travel is no part of the key"
