@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 from vllm.platforms import current_platform
@@ -33,7 +34,9 @@ from hs_connectors.errors import SettingsError
 __all__ = [
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
     "KVConnectorRole",
+    "KVConnectorStats",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
     "cache_layer",
@@ -62,6 +65,11 @@ def refuse_unsupported(config: VllmConfig, layer_ids: tuple[int, ...]) -> None:
         raise SettingsError(
             f"the engine captures layers {list(asked)}, the connector would label them {list(layer_ids)}",
             mend="make both configurations from the same CaptureSettings",
+        )
+    if config.model_config.use_mla:
+        raise SettingsError(
+            "vLLM keeps hidden states beside keys and values; a verifier with multi-head latent attention has neither",
+            mend="capture with a Hugging Face forward: capture.source: hf",
         )
     num_layers = config.model_config.get_total_num_hidden_layers()
     if layer_ids[-1] > num_layers:

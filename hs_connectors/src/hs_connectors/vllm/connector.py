@@ -33,10 +33,13 @@ from hs_connectors.vllm import compat
 from hs_connectors.vllm.compat import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
+    KVConnectorPromMetrics,
     KVConnectorRole,
+    KVConnectorStats,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from hs_connectors.vllm.metrics import CaptureMetrics, CaptureStats, StatsSource
 from hs_connectors.vllm.plugin import refuse_shadowing
 from hs_connectors.vllm.staging import Copy, Stager, run_anywhere
 
@@ -120,6 +123,20 @@ class DraftsmithHiddenStates(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Tell the scheduler half when the store stops or starts taking records."""
         return self._worker.news() if self._worker is not None else None
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What the writers have done since the last step, for the log and for `/metrics`."""
+        return self._worker.stats() if self._worker is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """The stats again, from what travelled to the server's process."""
+        return CaptureStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics:
+        """Their counters and gauges on the server's `/metrics`."""
+        return CaptureMetrics(*args)
 
     def get_finished_count(self) -> int | None:
         """One rank reports each request."""
@@ -237,6 +254,7 @@ class _WorkerHalf:
         self._waiting: deque[Capture] = deque()
         self._copying: dict[str, Copy] = {}
         self._told: str | None = None
+        self._stats = StatsSource()
         writer = open_writer(settings.backend, settings.backend_config, settings.codec)
         writer.announce(engine | self._facts())
         self._spool = Spool(
@@ -257,6 +275,10 @@ class _WorkerHalf:
             del self._copying[request_id]
             released.add(request_id)
         return released
+
+    def stats(self) -> CaptureStats | None:
+        """What changed since the last call; None where nothing did."""
+        return self._stats.since_last(self._spool.state(), len(self._waiting))
 
     def news(self) -> StoreState | None:
         """The store's state, when it differs from what was told last."""
