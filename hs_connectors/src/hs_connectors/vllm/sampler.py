@@ -196,8 +196,9 @@ def read_answer(payload: bytes) -> tuple[str, float | None]:
 
 
 def _acceptance(answer: Mapping[str, Any]) -> float | None:
-    histogram = ((answer.get("metrics") or {}).get("speculative_decoding") or {}).get("acceptance_histogram")
-    drafts = sum(histogram or ())
+    told = (answer.get("metrics") or {}).get("speculative_decoding") or {}
+    histogram: list[int] = told.get("acceptance_histogram") or []
+    drafts = sum(histogram)
     return 1 + sum(accepted * count for accepted, count in enumerate(histogram)) / drafts if drafts else None
 
 
