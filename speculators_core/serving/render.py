@@ -67,10 +67,17 @@ def render(form: Form, version: ServedVersion, config: ServeConfig, model: Path,
     document = (
         _compose(version, config, image, arguments, mounted, offline)
         if form == "compose"
-        else _kubernetes(version, image, arguments, mounted, offline)
+        else _kubernetes(version, config, image, arguments, mounted, offline)
     )
     head = f"# {version.model} version {version.version}: verifier {version.verifier_fingerprint[:12]}, vLLM {vllm}\n"
-    return head + yaml.safe_dump_all(document, sort_keys=False, width=1000)
+    return head + yaml.dump_all(document, Dumper=_WrittenOut, sort_keys=False, width=1000)
+
+
+class _WrittenOut(yaml.SafeDumper):
+    """What stands twice is written twice: a reader of a manifest expects no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def _compose(
@@ -98,7 +105,12 @@ def _compose(
 
 
 def _kubernetes(
-    version: ServedVersion, image: str, arguments: list[str], mounted: list[str], env: dict[str, str]
+    version: ServedVersion,
+    config: ServeConfig,
+    image: str,
+    arguments: list[str],
+    mounted: list[str],
+    env: dict[str, str],
 ) -> list[dict[str, Any]]:
     name, labels = version.model, {"app": version.model}
     probe = {"httpGet": {"path": "/health", "port": _INSIDE}, "periodSeconds": 5}
@@ -114,6 +126,7 @@ def _kubernetes(
         "volumeMounts": [{"name": f"model-{n}", "mountPath": path, "readOnly": True} for n, path in enumerate(mounted)],
     }
     pod = {
+        "terminationGracePeriodSeconds": round(config.drain_timeout_s),
         "containers": [container],
         # a claim with the same content does as well: the paths are what counts
         "volumes": [

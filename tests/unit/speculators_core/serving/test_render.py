@@ -71,6 +71,7 @@ def test_compose_mounts_the_pair_where_it_lies_and_publishes_on_loopback(version
 
 def test_kubernetes_rolls_without_a_gap(version: ServedVersion) -> None:
     text, model = rendered("kubernetes", version)
+    assert "&id" not in text
     deployment, service = yaml.safe_load_all(text)
     pod = deployment["spec"]["template"]["spec"]
     [container] = pod["containers"]
