@@ -155,7 +155,7 @@ def vocabulary(
     lines = [(f"{row.size:,}", shares(row)) for row in table.sizes]
     if table.given is not None:
         lines.append((f"given: {table.given.size:,}", shares(table.given)))
-    show_table(f"draft vocabulary: share of {sum(table.tokens.values()):,} supervised tokens", lines)
+    show_table("share of supervised tokens", lines)
     print(f"suggested: draft_vocabulary: {table.suggested if table.suggested < table.verifier_size else 'null'}")
     if table.caution is not None:
         print(f"caution: {table.caution}")
