@@ -6,9 +6,11 @@ notes that it has the record before it deletes it. Notes are lines of files, so 
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import random
+import signal
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +27,7 @@ from hs_connectors.testing import assert_same, make_record
 from hs_connectors.upkeep import collect
 
 WRITERS, READERS, TOKENS = 2, 2, 400
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _FORK = multiprocessing.get_context("fork")  # a child that had to import torch first would live for seconds
 
 
@@ -80,7 +83,6 @@ def run_chaos(
     """
     notes, chance, outcome = _Notes(directory), random.Random(0), Outcome(backend)
     started = time.monotonic()
-    open_backend(backend, config).prepare()
     work: dict[str, Callable[[], None]] = {
         **{f"writer-{i}": lambda i=i: _write(backend, config, notes, i, records // WRITERS) for i in range(WRITERS)},
         **{f"reader-{i}": lambda i=i: _read(backend, config, notes, i, records) for i in range(READERS)},
@@ -128,7 +130,8 @@ def _start(task: Callable[[], None]) -> multiprocessing.process.BaseProcess:
 
 
 def _run(task: Callable[[], None]) -> None:
-    """The child's life: nothing of the test's own process runs at its end."""
+    """The child's life: it dies with the test, and nothing of the test's own process runs at its end."""
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     try:
         task()
     except BaseException:

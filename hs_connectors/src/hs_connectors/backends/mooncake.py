@@ -22,6 +22,7 @@ import atexit
 import ctypes
 import json
 import logging
+import os
 import signal
 import socket
 import struct
@@ -91,7 +92,7 @@ class MooncakeBackend:
     @property
     def _store(self) -> Any:
         with _CONNECTING:
-            return _connect(self._master, *(self._config[name] for name in _OF_CONNECTION))
+            return _connect(os.getpid(), self._master, *(self._config[name] for name in _OF_CONNECTION))
 
     def prepare(self) -> None:
         """Connect, and prove that somebody lends memory; the master itself forgets puts that were never finished."""
@@ -225,6 +226,7 @@ class MooncakeBackend:
 
 @cache
 def _connect(
+    _process: int,
     master: str,
     local_hostname: str,
     metadata_server: str,
@@ -233,7 +235,7 @@ def _connect(
     protocol: str,
     rdma_devices: str,
 ) -> Any:
-    """The process's one client of a master: it has threads and a buffer of its own, and finds a lost master again."""
+    """The process's one client of a master: it finds a lost master again, but its threads don't survive a fork."""
     host, _, port = master.rpartition(":")
     try:  # the client itself would try for a minute and a half
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
