@@ -60,7 +60,8 @@ def s3_server(directory: Path) -> Iterator[S3Server]:
     names = ("s3", "master", "volume", "filer")
     ports = {name: free_port(10_000) for name in names}  # SeaweedFS listens for gRPC 10000 above each
     flags = [f"-{name}.port={port}" for name, port in ports.items()]
-    arguments = [WEED, "server", f"-dir={directory}", "-ip=127.0.0.1", "-s3", *flags, "-volume.max=8"]
+    flags += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-volume.max=8"]  # else two servers could not live side by side
+    arguments = [WEED, "server", f"-dir={directory}", "-ip=127.0.0.1", "-s3", *flags]
     log = directory / "log"
     process = supervise(arguments, name="weed", home=directory / "home", log=log)
     server = S3Server(f"http://127.0.0.1:{ports['s3']}", "artifacts", process)
@@ -90,14 +91,15 @@ def await_answer(url: str, process: SupervisedProcess, log: Path, timeout_s: flo
 def make_bucket(server: S3Server) -> None:
     """The server answers before its volumes take buckets."""
     import s3fs
+    from botocore.exceptions import BotoCoreError
 
     filesystem = s3fs.S3FileSystem(key="any", secret="any", endpoint_url=server.endpoint_url, skip_instance_cache=True)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         try:
             filesystem.mkdir(server.bucket)
             return
-        except OSError:
+        except (OSError, BotoCoreError):
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.5)

@@ -126,5 +126,5 @@ def test_a_manifest_that_is_none_is_an_error(root: str, files: s3fs.S3FileSystem
 
 
 def test_a_reader_waits_for_a_record_of_a_prefix_that_does_not_exist_yet(root: str) -> None:
-    with pytest.raises(RecordTimeout, match="the root that the server was started with"):
+    with pytest.raises(RecordTimeout, match="the store that the server was started with"):
         open_reader("s3", {"root": f"{root}/later"}).get(Handle("s3", "key"), 0.2)

@@ -19,13 +19,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hs_connectors.backends._waiting import await_payload
 from hs_connectors.contract import Entry, Payload, check_key, is_key
-from hs_connectors.errors import CaptureFailed, RecordTimeout, SettingsError, StorageError
+from hs_connectors.errors import CaptureFailed, SettingsError, StorageError
 
 log = logging.getLogger(__name__)
 _ENGINE = "engine.json"
 _RECORD, _ERROR = ".safetensors", ".error.json"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+_PAUSES_S = (0.001, 0.05)
 _YOUNG_S = 60.0
 """A `.part` younger than this may belong to a writer that has not locked it yet."""
 
@@ -70,27 +71,19 @@ class FileBackend:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not content:
                     raise self._refused(f"refused even the error marker of {key}", error) from error
-                time.sleep(_LONGEST_PAUSE_S)  # another writer's failed file may free a block meanwhile
+                time.sleep(_PAUSES_S[1])  # another writer's failed file may free a block meanwhile
 
     def fetch(self, key: str, timeout_s: float) -> Payload:
         """Poll for the record or the marker, from every millisecond to every 50."""
         record, marker = check_key(key) + _RECORD, key + _ERROR
-        deadline, pause = time.monotonic() + timeout_s, _FIRST_PAUSE_S
-        while True:
+
+        def look() -> Payload | None:
             payload = self._read(record)
-            if payload is not None:
-                return payload
-            error = self._read(marker)
-            if error is not None:
+            if payload is None and (error := self._read(marker)) is not None:
                 raise CaptureFailed(f"record {key} in {self._root}: {_message(bytes(error))}")
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise RecordTimeout(
-                    f"record {key} did not appear in {self._root} within {timeout_s:g} s",
-                    mend="see the engine's log; is this the root that the server was started with?",
-                )
-            time.sleep(min(pause, left))
-            pause = min(pause * 2, _LONGEST_PAUSE_S)
+            return payload
+
+        return await_payload(look, timeout_s, _PAUSES_S, f"record {key} of {self._root}")
 
     def discard(self, key: str) -> None:
         """Unlink the record and its marker."""

@@ -37,6 +37,7 @@ from typing import Any, ClassVar
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
+from hs_connectors.backends._waiting import await_payload
 from hs_connectors.contract import Entry, Payload, check_key, is_key
 from hs_connectors.errors import CaptureFailed, RecordTimeout, SettingsError, StorageError
 
@@ -66,7 +67,7 @@ _NAMES = {
     -800: "the transfer failed: the process that lends the memory may be gone",
     _NO_ANSWER: "its master does not answer",
 }
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+_PAUSES_S = (0.001, 0.05)
 _LISTED_AT_ONCE = 256
 _CONNECT_S = 5.0
 
@@ -113,24 +114,23 @@ class MooncakeBackend:
     def fetch(self, key: str, timeout_s: float) -> Payload:
         """Poll for the object, from every millisecond to every 50."""
         name = self._name(check_key(key))
-        deadline, pause = time.monotonic() + timeout_s, _FIRST_PAUSE_S
-        while True:
+
+        def look() -> Payload | None:
             found = self._get(name)
-            if found is not None:
-                kind, content = found
-                if kind == _ERROR:
-                    raise CaptureFailed(f"record {key} in {self._where}: {bytes(content).decode(errors='replace')}")
-                return content
-            left = deadline - time.monotonic()
-            if left <= 0:
-                if self._store.is_exist(name) < 0:
-                    raise self._refused(f"was asked for record {key} for {timeout_s:g} s", _NO_ANSWER)
-                raise RecordTimeout(
-                    f"record {key} did not appear in {self._where} within {timeout_s:g} s",
-                    mend="see the engine's log; is this its master and space? A master that restarts forgets records",
-                )
-            time.sleep(min(pause, left))
-            pause = min(pause * 2, _LONGEST_PAUSE_S)
+            if found is None:
+                return None
+            kind, content = found
+            if kind == _ERROR:
+                raise CaptureFailed(f"record {key} in {self._where}: {bytes(content).decode(errors='replace')}")
+            return content
+
+        hint = "see the engine's log; is this its master and space? A master that restarts forgets records"
+        try:
+            return await_payload(look, timeout_s, _PAUSES_S, f"record {key} of {self._where}", hint=hint)
+        except RecordTimeout:
+            if self._store.is_exist(name) < 0:
+                raise self._refused(f"was asked for record {key} for {timeout_s:g} s", _NO_ANSWER) from None
+            raise
 
     def discard(self, key: str) -> None:
         """Remove the object, whoever has read it just now."""
@@ -195,7 +195,7 @@ class MooncakeBackend:
                 return
             if status != _FULL or time.monotonic() > deadline:
                 raise self._refused(what, status)
-            time.sleep(_LONGEST_PAUSE_S)
+            time.sleep(_PAUSES_S[1])
 
     def _get(self, name: str) -> tuple[bytes, memoryview] | None:
         """(kind, content) in memory of our own: the client's buffer is for what is under way."""

@@ -25,14 +25,15 @@ from typing import Any, ClassVar, TypeVar
 import s3fs
 from botocore.exceptions import BotoCoreError, ClientError
 
+from hs_connectors.backends._waiting import await_payload
 from hs_connectors.contract import Entry, Payload, check_key, is_key
-from hs_connectors.errors import CaptureFailed, RecordTimeout, SettingsError, StorageError
+from hs_connectors.errors import CaptureFailed, SettingsError, StorageError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _DATA, _MANIFEST, _ENGINE = ".safetensors", ".record.json", "engine.json"
 _OPTIONS = {"root", "endpoint_url", "part_mib", "attempts"}
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
+_PAUSES_S = (0.01, 0.25)
 _ABANDONED_S = 3600.0
 """Older payloads without a manifest, and older unfinished uploads, belong to nobody that lives."""
 _CONNECT_S, _READ_S = 5, 60
@@ -95,28 +96,21 @@ class S3Backend:
 
     def fetch(self, key: str, timeout_s: float) -> Payload:
         """Poll for the manifest, from every 10 ms to every 250; then read the payload, a large one in parallel."""
-        deadline, pause = time.monotonic() + timeout_s, _FIRST_PAUSE_S
         path = self._path(check_key(key))
-        while True:
+
+        def look() -> Payload | None:
             manifest = self._read(key + _MANIFEST)
-            if manifest is not None:
-                facts = self._json(manifest, key + _MANIFEST)
-                if "error" in facts:
-                    raise CaptureFailed(f"record {key} in {self._root}: {facts['error']}")
-                num_bytes = facts.get("bytes")
-                if not isinstance(num_bytes, int) or num_bytes < 0:
-                    raise StorageError(f"{path + _MANIFEST} is no manifest: {facts!r}")
-                payload = self._ask(f"refused to read record {key}", partial(self._get, path + _DATA, num_bytes))
-                if payload is not None:
-                    return payload
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise RecordTimeout(
-                    f"record {key} did not appear in {self._root} within {timeout_s:g} s",
-                    mend="see the engine's log; is this the root that the server was started with?",
-                )
-            time.sleep(min(pause, left))
-            pause = min(pause * 2, _LONGEST_PAUSE_S)
+            if manifest is None:
+                return None
+            facts = self._json(manifest, key + _MANIFEST)
+            if "error" in facts:
+                raise CaptureFailed(f"record {key} in {self._root}: {facts['error']}")
+            num_bytes = facts.get("bytes")
+            if not isinstance(num_bytes, int) or num_bytes < 0:
+                raise StorageError(f"{path + _MANIFEST} is no manifest: {facts!r}")
+            return self._ask(f"refused to read record {key}", lambda: self._get(path + _DATA, num_bytes))
+
+        return await_payload(look, timeout_s, _PAUSES_S, f"record {key} of {self._root}")
 
     def discard(self, key: str) -> None:
         """Remove the manifest, then the payload."""
