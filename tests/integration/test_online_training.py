@@ -102,7 +102,7 @@ def test_the_same_draft_comes_out_over_every_backend_and_nothing_stays_in_the_st
     tmp_path: Path,
 ) -> None:
     name, service = backend
-    store = RecordStore(backend=name, config=dict(CONFIGS[name](str(tmp_path / "store"), service)))
+    store = RecordStore(backend=name, config=dict(CONFIGS[name](str(tmp_path), service)))
     offline, request = ask("offline", training={"epochs": 1}), stream(name, store=store, training={"epochs": 1})
     train(offline)
     train(request)
