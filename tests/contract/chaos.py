@@ -152,10 +152,10 @@ def _write(backend: str, config: Mapping[str, Any], notes: _Notes, who: int, quo
 
 def _read(backend: str, config: Mapping[str, Any], notes: _Notes, who: int, records: int) -> None:
     reader = open_reader(backend, config)
-    noted = set(notes.read("done", who))
-    for key in noted:  # a life that ended between the note and the deletion
+    done = notes.read("done", who)
+    for key in done[-1:]:  # an earlier life may have ended between the note and the deletion
         reader.delete(Handle(backend, key))
-    for key in _follow(notes, who, noted, records):
+    for key in _follow(notes, who, set(done), records):
         try:
             record = reader.get(Handle(backend, key), 0)
             assert_same(record, make_record(TOKENS, seed=zlib.crc32(key.encode())))
