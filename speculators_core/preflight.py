@@ -20,7 +20,7 @@ from speculators_core.engine.server import serve
 from speculators_core.errors import ConfigError, EngineError
 from speculators_core.evaluation.served import served_directory, speculation
 from speculators_core.formats.card import ModelCard
-from speculators_core.states.gates import check_layers
+from speculators_core.states.gates import check_layers, check_source
 from speculators_core.types import DraftPlan
 from speculators_core.verifier.facts import VerifierFacts
 
@@ -42,6 +42,7 @@ def check_inputs(recipe: Recipe, facts: VerifierFacts, verifier: Path, layer_ids
             mend=f"set draft_vocabulary to at most {facts.vocab_size}, or to null for all of it",
         )
     check_layers(layer_ids, facts.num_hidden_layers)
+    check_source(recipe.capture.source, facts)
     plan = DraftPlan(
         verifier,
         facts.vocab_size,
