@@ -244,9 +244,7 @@ def summarise(
             prompts=a.prompts,
             tokens=a.tokens,
         ),
-        lossless=None
-        if lossless is None
-        else LosslessSummary(prompts=lossless.prompts, identical=lossless.identical),
+        lossless=None if lossless is None else LosslessSummary(prompts=lossless.prompts, identical=lossless.identical),
         speed=None
         if speed is None
         else SpeedSummary(

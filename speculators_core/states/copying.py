@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 from speculators_core.errors import CaptureError
@@ -27,9 +28,9 @@ def copy_set(states: StateSet, target: Path) -> StateSet:
     for entry in states.shards:
         shard = target / entry.file
         if not _is_whole(shard, states):
-            write_atomic(shard, lambda part, name=entry.file: shutil.copyfile(states.directory / name, part))
+            write_atomic(shard, partial(shutil.copyfile, states.directory / entry.file))
             verify_shard(shard, states.facts)
-    write_atomic(target / INDEX_NAME, lambda part: shutil.copyfile(states.directory / INDEX_NAME, part))
+    write_atomic(target / INDEX_NAME, partial(shutil.copyfile, states.directory / INDEX_NAME))
     return StateSet.open(target)
 
 

@@ -122,7 +122,7 @@ def test_wrong_layers_and_long_rows_are_refused_before_the_engine_starts(tiny_ve
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path):
-    with pytest.raises(VerifierError, match="no config.json"):
+    with pytest.raises(VerifierError, match=r"no config\.json"):
         HiddenStateForward(tmp_path, (1,), "float32")
     (tmp_path / "config.json").write_text('{"model_type": "somebodys_own"}')
     with pytest.raises(VerifierError, match="transformers cannot load"):
