@@ -121,3 +121,18 @@ def test_a_fall_of_served_acceptance_is_answered_and_told_once(tmp_path: Path) -
     assert (over["state"], over["action"], over["superseded"]) == ("steady", "nothing", 1)
     away = step(steps, "away")
     assert away["state"] == "Failed" and "the counters of chat cannot be read" in away["message"]
+
+
+def test_what_stages_took_stays_with_their_runs(tmp_path: Path) -> None:
+    steps = run("costs", tmp_path / "world", DRAFTSMITH_SITE=str(tmp_path / "site.yaml"))
+    assert step(steps, "refused")["why"] == "otherone would go beyond the budget: tokens 2,000 of 1,500"
+    found = step(steps, "kept")
+    status, first = found["children"]["firstone"]
+    assert (
+        status == "FINISHED"
+        and first["cost.tokens"] == 1000
+        and first["cost.price"] == pytest.approx(10 * first["cost.seconds"], abs=1e-3)
+    )
+    status, other = found["children"]["otherone"]
+    assert status == "FAILED" and other["cost.tokens"] == 0
+    assert found["parent"]["cost.tokens"] == 1000 and found["messages"] == ["chat: budget.exceeded"]

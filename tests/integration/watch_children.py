@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from speculators_core import stages
-from speculators_core.config import load_recipe
+from speculators_core.config import Recipe, load_recipe
 from speculators_core.lifecycle.changes import tags_of
 from speculators_core.run import NotProduced, Run
 from speculators_core.store import Store
@@ -152,6 +152,56 @@ def drifted(root: str) -> None:
         look("recovered", 50_000, 1.6, 6)
         away: Any = watch([str(world.recipe)], metrics={MODEL: "http://127.0.0.1:9/metrics"}, return_state=True)
         note("away", state=away.name, message=str(away.message))
+
+
+def costs(root: str) -> None:
+    """A stage that ends, and one that its budget stops: what both took stays with their runs, and people are told."""
+    with serve_runtime() as runtime:
+        world = World(Path(root), runtime)
+        settings().site.write_text("watch: {recipes: [x]}\nnotify: [{url_variable: ONCALL}]\n")
+        os.environ["ONCALL"] = runtime.url.replace("http", "json") + "/hook"
+        from speculators_core.errors import BudgetError
+        from speculators_core.lifecycle.plan import Estimate
+        from speculators_core.run import StageResult, produce
+        from tasks.observe import observed, parent_run
+
+        def stage(recipe: Recipe, name: str) -> Callable[[Run], StageResult]:
+            def build(run: Run, workspace: Path) -> dict[str, Any]:
+                (workspace / "data").write_text(name)
+                for done in range(11):
+                    run.advance(done, 10)
+                return {"tokens": 1000}
+
+            return lambda run: produce(
+                run,
+                name,
+                "states",
+                name * 8,
+                {"rows": "r" * 64},
+                lambda path: build(run, path),
+                expected=lambda: Estimate(tokens=1000),
+            )
+
+        def numbers(run_id: str) -> dict[str, float]:
+            metrics = Tracking(world.settings).client.get_run(run_id).data.metrics
+            return {name: value for name, value in metrics.items() if name.startswith("cost.")}
+
+        recipe = load_recipe(world.recipe, ["lifecycle.price_per_hour=36000"])
+        observed(recipe, "firstone", stage(recipe, "firstone"))
+        tight = load_recipe(world.recipe, ["lifecycle.price_per_hour=36000", "budget.tokens=1500"])
+        try:
+            observed(tight, "otherone", stage(tight, "otherone"))
+        except BudgetError as error:
+            note("refused", why=error.what)
+        parent = parent_run(recipe.digest(), recipe.name)
+        tracked = Tracking(world.settings)
+        children = tracked.client.search_runs([tracked.experiment_id], f"tags.`mlflow.parentRunId` = '{parent}'")
+        note(
+            "kept",
+            children={run.info.run_name: [run.info.status, numbers(run.info.run_id)] for run in children},
+            parent=numbers(parent),
+            messages=[message["title"] for message in runtime.received],
+        )
 
 
 def backfilled(world: World) -> None:
