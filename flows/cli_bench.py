@@ -171,25 +171,6 @@ def capture(
 
 
 @app.command()
-def store(
-    places: Annotated[
-        list[str], typer.Argument(metavar="STORE…", help="as in `draftsmith hs`, e.g. /records shm:bench")
-    ],
-    codec: Annotated[str, typer.Option(help="how states are encoded: none or fp8")] = "none",
-    mib: Annotated[int, typer.Option(min=1, help="states of a record, MiB")] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="measured puts and gets of each")] = 10,
-    as_json: JsonOption = False,
-) -> None:
-    """Put and get of large records, beside plain writes and reads of the same bytes where there are such."""
-    from speculators_core.bench.store import bench_store
-
-    for place in places:
-        with connector_errors():
-            speed = bench_store(place, codec=codec, mib=mib, rounds=rounds)
-        print(speed.model_dump_json() if as_json else speed.line(), flush=True)
-
-
-@app.command()
 def online(
     recipe: RecipeArgument,
     overrides: SetOption = NO_OVERRIDES,
@@ -218,6 +199,25 @@ def online(
         core=cores[1],
     )
     print(report.model_dump_json(indent=2) if as_json else report.table())
+
+
+@app.command()
+def store(
+    places: Annotated[
+        list[str], typer.Argument(metavar="STORE…", help="as in `draftsmith hs`, e.g. /records shm:bench")
+    ],
+    codec: Annotated[str, typer.Option(help="how states are encoded: none or fp8")] = "none",
+    mib: Annotated[int, typer.Option(min=1, help="states of a record, MiB")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="measured puts and gets of each")] = 10,
+    as_json: JsonOption = False,
+) -> None:
+    """Put and get of large records, beside plain writes and reads of the same bytes where there are such."""
+    from speculators_core.bench.store import bench_store
+
+    for place in places:
+        with connector_errors():
+            speed = bench_store(place, codec=codec, mib=mib, rounds=rounds)
+        print(speed.model_dump_json() if as_json else speed.line(), flush=True)
 
 
 def require_peer(peer: Path) -> None:

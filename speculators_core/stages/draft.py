@@ -136,6 +136,7 @@ def train_request(run: Run, states: Path, output: Path, start: WarmStart | None 
         algorithm=run.recipe.algorithm,
         training=run.recipe.training.model_copy(update={"warm_start": None}),  # `start` is what it led to
         draft_vocabulary_size=run.recipe.draft_vocabulary,
+        draft_vocabulary_from=run.recipe.draft_vocabulary_from,
         output=str(output),
         warm_start=None if start is None else start.path,
         warm_head=start is None or start.head,
@@ -152,6 +153,5 @@ def model_card(run: Run) -> ModelCard:
         verifier_license=verifier.license,
         data_license=run.recipe.export.data_license,
         verifier_fingerprint=run.fingerprint.digest,
-        draft_vocabulary_from=run.recipe.draft_vocabulary_from,
         facts={"verifier revision": verifier.revision} if verifier.revision else {},
     )
