@@ -17,6 +17,9 @@ SMALL = {
     "data.max_rows": "120",
     "data.evaluation_prompts": "12",
     "draft_vocabulary": "2048",
+    # what EAGLE-3's own layout can say too, so that the draft can leave and come back
+    "algorithm": "{kind: eagle3, ttt_steps: 3, norm_before_residual: false, norm_before_fc: false, "
+    "norm_output: false, sliding_window: null}",
     "training.epochs": "1",
     "training.max_steps": "12",
     "training.log_every_steps": "1",

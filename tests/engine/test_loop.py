@@ -89,3 +89,29 @@ def test_mlflow_away_keeps_the_draft_and_says_how_to_go_on(home: Path) -> None:
     assert "MLflow" in away.stderr and "mend:" in away.stderr
     back = run(home, "register", "--json")
     assert back.returncode == 0 and json.loads(back.stdout)["version"] == "1", back.stderr[-2000:]
+
+
+def test_a_draft_that_left_in_another_layout_is_adopted_and_serves_as_before(home: Path, verifier_dir: Path) -> None:
+    """Our draft as SafeAILab's code writes one, taken back: another artifact, and the engine counts the same."""
+    before = json.loads((home / "small" / "report.json").read_text())
+    theirs = home / "theirs"
+    convert = [sys.executable, "-m", "flows.cli", "convert", before["draft"]["path"], str(theirs), "--to", "safeai"]
+    env = command(home, "adopt")[1]
+    left = subprocess.run(
+        [*convert, "--verifier", str(verifier_dir)],
+        env=env, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert left.returncode == 0, left.stderr[-2000:]
+    assert json.loads((theirs / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
+    adopted = run(home, "adopt", str(theirs), "--json")
+    assert adopted.returncode == 0, adopted.stderr[-3000:]
+    report = json.loads(adopted.stdout)
+    assert [stage["name"] for stage in report["stages"]][:4] == ["convert", "preflight", "prepare", "evaluate"]
+    assert report["training"] is None and report["registry"]["version"] == "2"
+    assert report["draft"]["digest"] != before["draft"]["digest"]
+    for name in ("config.json", "model.safetensors"):
+        ours, back = (Path(found["draft"]["path"]) / name for found in (before, report))
+        assert ours.read_bytes() == back.read_bytes(), name
+    assert report["acceptance"] == before["acceptance"]
+    other = run(home, "adopt", str(theirs), **{"algorithm": "{kind: peagle}"})
+    assert other.returncode == 2 and "the draft is of eagle3" in other.stderr
