@@ -57,14 +57,22 @@ class Spool:
         threads: number of writer threads (daemons: a stuck disk cannot keep a process alive).
         max_bytes: most bytes submitted and not yet written; one larger record is let through alone.
         on_thread_start: runs first in each thread.
+        on_room: runs in a writer thread whenever a record has left the queue.
     """
 
     def __init__(
-        self, writer: Writer, *, threads: int, max_bytes: int, on_thread_start: Callable[[], None] | None = None
+        self,
+        writer: Writer,
+        *,
+        threads: int,
+        max_bytes: int,
+        on_thread_start: Callable[[], None] | None = None,
+        on_room: Callable[[], None] | None = None,
     ) -> None:
         self._writer = writer
         self._max_bytes = max_bytes
         self._on_thread_start = on_thread_start
+        self._on_room = on_room
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._open: dict[str, _Open] = {}
@@ -159,6 +167,8 @@ class Spool:
             with self._changed:
                 self._count(self._open.pop(job.key), message is None)
                 self._changed.notify_all()
+            if self._on_room is not None:
+                self._on_room()
 
     def _count(self, done: _Open, written: bool) -> None:
         self._waiting_bytes -= done.num_bytes

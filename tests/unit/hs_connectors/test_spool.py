@@ -62,6 +62,25 @@ def test_submitting_never_waits_for_the_store_and_is_bounded_by_bytes() -> None:
     assert spool.close(10) == []
 
 
+def test_who_held_its_data_back_is_told_of_room_and_needs_no_other_occasion() -> None:
+    held = ["b", "c", "d"]
+    written: list[str] = []
+
+    def go_on() -> None:
+        if held and spool.has_room(100):
+            spool.submit(held.pop(0), 100, make_record)
+
+    writer, spool = make_spool("room", threads=1, on_room=go_on)
+    spool.submit("a", 100, make_record)
+    assert not spool.has_room(100)
+    writer.gate.set()
+    reader = open_reader("memory", {"space": "room"})
+    for key in "abcd":
+        reader.get(Handle("memory", key), 10)
+        written.append(key)
+    assert written == ["a", "b", "c", "d"] and spool.close(10) == []
+
+
 def test_closing_writes_out_what_is_queued() -> None:
     writer, spool = make_spool("drain", threads=1)
     for i in range(20):

@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -245,14 +246,20 @@ class _SchedulerHalf:
 
 
 class _WorkerHalf:
-    """Copies captures out of the cache and spools them to the backend."""
+    """Copies captures out of the cache and spools them to the backend.
+
+    A capture that finds no room waits in its cache blocks. The engine may have nothing to do by the time there is room,
+    and takes no step then: so a writer thread that made room starts the next copies itself.
+    """
 
     def __init__(self, settings: CaptureSettings, stager: Stager, engine: dict[str, Any]) -> None:
         self._settings = settings
         self._stager = stager
         self._dtype = str(stager.dtype).removeprefix("torch.")
+        self._lock = threading.Lock()  # of the three below
         self._waiting: deque[Capture] = deque()
         self._copying: dict[str, Copy] = {}
+        self._released: set[str] = set()
         self._told: str | None = None
         self._stats = StatsSource()
         writer = open_writer(settings.backend, settings.backend_config, settings.codec)
@@ -262,19 +269,26 @@ class _WorkerHalf:
             threads=settings.writer_threads,
             max_bytes=settings.queue_bytes,
             on_thread_start=run_anywhere if engine["device"] == "cpu" else None,
+            on_room=self._start_waiting,
         )
         log.info("capturing layers=%s dtype=%s backend=%s", settings.layer_ids, self._dtype, settings.backend)
 
     def advance(self, captures: list[Capture]) -> set[str]:
         """Start the copies that there is room for; ids of requests whose blocks are free now."""
-        self._waiting.extend(captures)
-        released: set[str] = set()
-        while self._waiting and self._spool.has_room(self._stager.num_bytes(len(self._waiting[0].token_ids))):
-            self._start(self._waiting.popleft(), released)
-        for request_id in [name for name, copy in self._copying.items() if copy.done()]:
-            del self._copying[request_id]
-            released.add(request_id)
+        with self._lock:
+            self._waiting.extend(captures)
+        self._start_waiting()
+        with self._lock:
+            for request_id in [name for name, copy in self._copying.items() if copy.done()]:
+                del self._copying[request_id]
+                self._released.add(request_id)
+            released, self._released = self._released, set()
         return released
+
+    def _start_waiting(self) -> None:
+        with self._lock:
+            while self._waiting and self._spool.has_room(self._stager.num_bytes(len(self._waiting[0].token_ids))):
+                self._start(self._waiting.popleft())
 
     def stats(self) -> CaptureStats | None:
         """What changed since the last call; None where nothing did."""
@@ -294,18 +308,20 @@ class _WorkerHalf:
         while self._waiting and time.monotonic() < deadline:
             self.advance([])
             time.sleep(0.005)
-        for capture in self._waiting:
+        with self._lock:
+            given_up, self._waiting = self._waiting, deque()
+        for capture in given_up:
             self._spool.fail(capture.key, "the engine stopped before the states were copied")
         late = self._spool.close(max(0.0, deadline - time.monotonic()))
         if late:
             log.error("records given up at shutdown count=%d", len(late))
 
-    def _start(self, capture: Capture, released: set[str]) -> None:
+    def _start(self, capture: Capture) -> None:
         try:
             copy = self._stager.copy(capture.blocks, len(capture.token_ids))
         except (RuntimeError, MemoryError) as error:  # no memory for the copy: this record fails, the engine lives
             self._spool.fail(capture.key, f"the states could not be copied out of the cache: {error}")
-            released.add(capture.request_id)
+            self._released.add(capture.request_id)
             return
         self._copying[capture.request_id] = copy
         self._spool.submit(
