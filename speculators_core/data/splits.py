@@ -13,17 +13,19 @@ import math
 import re
 import unicodedata
 from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from speculators_core.types import Split
+
+if TYPE_CHECKING:  # commands that only look at a plan start without numpy
+    import numpy as np
+    import numpy.typing as npt
+
+    Ints = npt.NDArray[np.int64]
 
 OVERLAP = 0.7
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # scripts without blanks: each character is a word
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
-
-Ints = npt.NDArray[np.int64]
 
 
 def words(text: str) -> list[str]:
@@ -41,6 +43,8 @@ def near_duplicate_groups(texts: Sequence[str], overlap: float = OVERLAP) -> lis
 
     Exact for every pair; 100,000 prompts of 40 words take some 20 seconds.
     """
+    import numpy as np
+
     parent = list(range(len(texts)))
 
     def find(i: int) -> int:
@@ -129,6 +133,8 @@ def seeded_hash(text: str, seed: int) -> str:
 
 def _shingle_ranks(texts: Sequence[Sequence[str]]) -> list[Ints]:
     """Each text's set of word pairs as sorted ranks, the rarest pair of the corpus first."""
+    import numpy as np
+
     ids: dict[str, int] = {}
     sets: list[Ints] = []
     for parts in texts:

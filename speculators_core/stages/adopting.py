@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from speculators_core.convert.options import ConvertOptions
 from speculators_core.errors import ConfigError
 from speculators_core.run import Run, StageResult, produce
 from speculators_core.stages.versions import VERSIONS
 from speculators_core.store import input_digest
 from speculators_core.types import ArtifactRef, Json
+
+if TYPE_CHECKING:
+    from speculators_core.convert.options import ConvertOptions
 
 
 def convert(run: Run, source: str, options: ConvertOptions) -> StageResult:

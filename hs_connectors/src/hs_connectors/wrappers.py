@@ -1,20 +1,23 @@
-"""Records over any backend of bytes: the checking writer and the verifying reader."""
+"""Records over any backend of bytes: the checking writer and the verifying reader.
+
+What needs torch is imported when a record travels: who only asks what an engine announced starts without it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from hs_connectors.codecs import find_codec
 from hs_connectors.contract import Backend, Handle, Record
 from hs_connectors.errors import SettingsError
-from hs_connectors.record import pack, unpack
 
 
 class RecordWriter:
     """A `Writer` over a backend; prepares the backend's store when it is made."""
 
     def __init__(self, backend: Backend, codec: str = "none") -> None:
+        from hs_connectors.codecs import find_codec
+
         find_codec(codec)
         self._backend = backend
         self._codec = codec
@@ -22,6 +25,8 @@ class RecordWriter:
 
     def put(self, key: str, record: Record) -> Handle:
         """Check, pack and publish; returns only when the record is visible."""
+        from hs_connectors.record import pack
+
         handle = Handle(self._backend.name, key)
         self._backend.publish(key, pack(record, self._codec))
         return handle
@@ -43,6 +48,8 @@ class RecordReader:
 
     def get(self, handle: Handle, timeout_s: float) -> Record:
         """The verified record; errors as in `contract.Reader`."""
+        from hs_connectors.record import unpack
+
         return unpack(self._backend.fetch(self._key(handle), timeout_s))
 
     def delete(self, handle: Handle) -> None:
