@@ -130,9 +130,11 @@ def drifted(root: str) -> None:
         apply(read_site(site), deployments(read_site(site), settings(), Path.cwd()))
 
         def look(step: str, drafts: int, al: float, times: int) -> None:
+            superseded = 0
             for _ in range(times):
                 runtime.serve_traffic(drafts, al)
                 (reaction,) = watch([str(world.recipe)], metrics={MODEL: f"{runtime.url}/metrics"})
+                superseded += len(reaction.superseded)
             found = reaction.finding
             assert found.traffic is not None
             note(
@@ -141,7 +143,7 @@ def drifted(root: str) -> None:
                 action=found.action,
                 changes=found.changes,
                 outcome=reaction.outcome,
-                superseded=len(reaction.superseded),
+                superseded=superseded,
                 messages=[message["title"] for message in runtime.received],
                 said=[message["message"] for message in runtime.received],
             )

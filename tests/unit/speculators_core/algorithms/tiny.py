@@ -52,6 +52,8 @@ def write_verifier(directory: Path, *, seed: int = 7, **changes: Any) -> Path:
         "lm_head.weight": torch.randn(VOCAB, HIDDEN, generator=generator).bfloat16(),
         "model.norm.weight": (torch.rand(HIDDEN, generator=generator) + 0.5).bfloat16(),
     }
+    if config["tie_word_embeddings"]:
+        del tensors["lm_head.weight"]  # a head that lay there would count
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
