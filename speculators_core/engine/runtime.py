@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from speculators_core.engine.diagnose import diagnose
 from speculators_core.engine.remote import RecordStore, greet
 from speculators_core.errors import ConfigError, EngineError, EngineTimeout
+from speculators_core.store.files import write_atomic
 from speculators_core.types import StrictModel
 
 _log = logging.getLogger(__name__)
@@ -163,9 +164,7 @@ def _ask_interpreter(python: Path, stamp: str, home: Path | None) -> RuntimeInfo
     info = _run_probe(python)
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        draft = kept.with_suffix(f".{os.getpid()}")
-        draft.write_text(info.model_dump_json(indent=1))
-        draft.replace(kept)
+        write_atomic(kept, lambda part: part.write_text(info.model_dump_json(indent=1)))  # several threads may ask
     return info
 
 

@@ -183,5 +183,9 @@ def _follow(notes: _Notes, who: int, noted: set[str], records: int) -> Iterator[
 
 
 def _memory(process: multiprocessing.process.BaseProcess) -> float:
-    memory = psutil.Process(process.pid).memory_info()
+    """MiB of its own; 0 where it has just ended."""
+    try:
+        memory = psutil.Process(process.pid).memory_info()
+    except psutil.NoSuchProcess:
+        return 0.0
     return (memory.rss - memory.shared) / (1 << 20)

@@ -264,7 +264,7 @@ def test_a_record_that_never_comes_is_asked_for_again_and_a_row_that_never_comes
     assert torch.equal(world.stream().row(3).hidden_states, world.row(3).hidden_states)
     assert len(engine.asked) == 2
     lost += [engine.asked[0]] * 9
-    with pytest.raises(CaptureError, match=r"row 3 could not be captured in 2 tries: record \S+ did not appear"):
+    with pytest.raises(CaptureError, match=r"row 3 could not be captured in 2 tries: record \S+ of \S+ did not appear"):
         read(world.stream(), 3)
 
 
