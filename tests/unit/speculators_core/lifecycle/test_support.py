@@ -33,9 +33,7 @@ def test_every_algorithm_of_the_registry_has_its_line():
 def test_what_the_model_runner_lacks_is_no_serving():
     lacking = DraftSupport(refusal="candidate heads", asked=True)
     line = next(
-        one
-        for one in build_table(capabilities(eagle3=lacking), {}, vllm="0").algorithms
-        if one.algorithm == "eagle3"
+        one for one in build_table(capabilities(eagle3=lacking), {}, vllm="0").algorithms if one.algorithm == "eagle3"
     )
     assert line.serve == () and line.refused == "its model runner lacks candidate heads"
     assert line.train == {"Plain": "engine"}, "training does not ask what can be served"
