@@ -66,10 +66,10 @@ def test_what_was_acknowledged_survives_kills(
     outcome = run_chaos(
         name,
         CONFIGS[name](str(tmp_path), service),
-        200,
+        400,
         notes,
-        pause_s=(0.02, 0.2),
+        pause_s=(0.005, 0.03),
         grow_old=lambda: monkeypatch.setattr(file, "_YOUNG_S", -60.0),
     )
-    assert outcome.acknowledged == 200 and outcome.kills > 0, outcome
+    assert outcome.acknowledged == 400 and outcome.kills > 0, outcome
     assert outcome.lost == outcome.corrupt == outcome.left == [], outcome
