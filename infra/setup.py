@@ -63,21 +63,27 @@ def main() -> int:
 
 
 def install_debian_packages() -> None:
-    """Install what infra/apt.txt lists and is missing; without root, print the command (an error for [base] only)."""
+    """Install what infra/apt.txt lists and is missing: [base] is a must; what one feature needs is told if it fails."""
     if shutil.which("dpkg-query") is None:
         return
-    missing = [name for name in read_packages("base", "mooncake", "serve") if not is_installed(name)]
-    if not missing:
-        return
+    for features in (("base",), ("mooncake", "serve")):
+        missing = [name for name in read_packages(*features) if not is_installed(name)]
+        try:
+            if missing:
+                apt_install(missing)
+        except SetupError as error:
+            if "base" in features:
+                raise
+            say(f"set-up goes on without what Mooncake and `serve` need: {error}")
+
+
+def apt_install(packages: list[str]) -> None:
+    """`apt-get install` as root; SetupError, with the command, without."""
     if os.geteuid() != 0:
-        command = f"as root, run once: apt-get install -y {' '.join(missing)}"
-        if set(missing) & set(read_packages("base")):
-            raise SetupError(command)
-        say(f"for Mooncake and its tests, {command}")
-        return
-    say(f"Debian packages: {' '.join(missing)}")
+        raise SetupError(f"as root, run once: apt-get install -y {' '.join(packages)}")
+    say(f"Debian packages: {' '.join(packages)}")
     run(["apt-get", "update", "-qq"], "apt-get update")
-    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing]
+    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
     run(install, "apt-get install", env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
 
 
