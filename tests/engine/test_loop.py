@@ -92,7 +92,7 @@ def test_mlflow_away_keeps_the_draft_and_says_how_to_go_on(home: Path) -> None:
 
 
 def test_a_draft_that_left_in_another_layout_is_adopted_and_serves_as_before(home: Path, verifier_dir: Path) -> None:
-    """Our draft as SafeAILab's code writes one, taken back: another artifact, and the engine counts the same."""
+    """Our draft as SafeAILab's code writes one, taken back: another artifact of the same bytes, measured anew."""
     before = json.loads((home / "small" / "report.json").read_text())
     theirs = home / "theirs"
     convert = [sys.executable, "-m", "flows.cli", "convert", before["draft"]["path"], str(theirs), "--to", "safeai"]
@@ -112,6 +112,9 @@ def test_a_draft_that_left_in_another_layout_is_adopted_and_serves_as_before(hom
     for name in ("config.json", "model.safetensors"):
         ours, back = (Path(found["draft"]["path"]) / name for found in (before, report))
         assert ours.read_bytes() == back.read_bytes(), name
-    assert report["acceptance"] == before["acceptance"]
+    first, second = before["acceptance"], report["acceptance"]
+    assert all(first[name] == second[name] for name in ("measured_by", "k", "prompts"))
+    # the engine batches by arrival, and a near tie of two logits falls either way: a reply or two may differ
+    assert second["al"] == pytest.approx(first["al"], rel=0.03)
     other = run(home, "adopt", str(theirs), **{"algorithm": "{kind: peagle}"})
     assert other.returncode == 2 and "the draft is of eagle3" in other.stderr
