@@ -13,11 +13,12 @@ from speculators_core import registry
 from speculators_core.build import export_untrained, try_warm_start
 from speculators_core.config import Recipe
 from speculators_core.data.prepare import check_content
+from speculators_core.data.rows import RowSet
 from speculators_core.data.template import ChatTemplate
 from speculators_core.engine.client import GenerationRequest
 from speculators_core.engine.config import ServerSpec
 from speculators_core.engine.server import serve
-from speculators_core.errors import ConfigError, EngineError
+from speculators_core.errors import ConfigError, DataError, EngineError
 from speculators_core.evaluation.served import served_directory, speculation
 from speculators_core.formats.card import ModelCard
 from speculators_core.states.gates import check_layers, check_source
@@ -72,6 +73,34 @@ def check_warm_start(recipe: Recipe, verifier: Path, start: Path, *, head: bool)
         FormatError, TrainingError: it is no draft, or torn.
     """
     try_warm_start(recipe.algorithm, verifier, recipe.draft_vocabulary, start, head=head)
+
+
+def check_rows(recipe: Recipe, verifier: Path, rows: RowSet) -> None:
+    """What prepared rows tell before anything is captured: whether the algorithm can learn from them.
+
+    Raises:
+        ConfigError: they hold the token that stands for one to be drafted.
+        DataError: no training row, or none with enough of the verifier's tokens in a run.
+    """
+    from speculators_core.training.loader import PackedRows, Uncaptured
+
+    algorithm, settings = registry.resolve(str(recipe.algorithm["kind"])), recipe.algorithm_config()
+    mask = algorithm.mask_token(settings, verifier)
+    if mask is not None and (times := rows.occurrences(mask)):
+        raise ConfigError(
+            f"token {mask} stands for a token to be drafted, but the data holds it {times} times: "
+            "the draft could not tell one from the other",
+            mend="name a special token that your data never holds: algorithm.mask_token_id",
+        )
+    length = recipe.training.row_tokens
+    packed = PackedRows(Uncaptured(rows), algorithm.objective(settings), "train", length)
+    count = len(packed.positions)
+    if not any(bool(packed.objective.denominators(packed.batch([row])).any()) for row in range(count)):
+        raise DataError(
+            f"there is nothing to learn for {algorithm.name} in any of the {count} training rows: within "
+            f"training.row_tokens = {length}, none holds enough tokens of the verifier in a run",
+            mend="bring longer replies, or raise training.row_tokens; see `draftsmith data sample RECIPE`",
+        )
 
 
 def serve_untrained(recipe: Recipe, home: Path, workspace: Path) -> dict[str, Any]:

@@ -147,6 +147,10 @@ def accept(config: StrictModel, plan: DraftPlan) -> None:
     """Nothing beyond the typed config can be wrong."""
 
 
+def no_mask(config: StrictModel, verifier_dir: Path) -> None:
+    """No token stands for one to be drafted."""
+
+
 def same_names(config: StrictModel, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The model names its tensors as its export does."""
     return tensors
@@ -193,6 +197,7 @@ class Algorithm:
     export      (config, model, publish) -> ExportedDraft
     aux_layers  (config, num_hidden_layers) -> auxiliary layer ids, ascending and distinct
     check       (config, DraftPlan) -> None; ConfigError for what could only fail after capture or training
+    mask_token  (config, verifier_dir) -> the token that stands for one to be drafted, which text must not hold, or None
     proposer    how its module drafts as it is served; None: not told yet
     stitch      (draft_dir, verifier_dir, target, *, link) -> number of tensors replaced; writes the verifier with the
                 draft in it, which vLLM then serves by the method of the algorithm's name; None: a draft is served alone
@@ -206,6 +211,7 @@ class Algorithm:
     export: Callable[..., ExportedDraft]
     aux_layers: Callable[..., tuple[int, ...]]
     check: Callable[..., None] = accept
+    mask_token: Callable[..., int | None] = no_mask
     proposer: Proposer | None = None
     stitch: Callable[..., int] | None = None
     names: Callable[..., Mapping[str, Tensor]] = same_names

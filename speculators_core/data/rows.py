@@ -165,6 +165,11 @@ class RowSet:
         """Tokens of both splits."""
         return self._offsets[-1]
 
+    @property
+    def splits(self) -> list[Split]:
+        """Split of each row."""
+        return [SPLITS[value] for value in self._splits]
+
     def row(self, i: int) -> Row:
         """Row i, 0 ≤ i < num_rows; tensors of its own."""
         import torch
@@ -209,6 +214,10 @@ class RowSet:
         """What `prepare` read, kept and dropped."""
         report: dict[str, Any] = json.loads((self.path / REPORT).read_text(encoding="utf-8"))
         return report
+
+    def occurrences(self, token: int) -> int:
+        """How often an id stands in any row, supervised or not."""
+        return int((self._file.get_tensor("input_ids") == token).sum())
 
     def token_counts(self, vocab_size: int, split: Split = "train") -> Tensor:
         """int64 [V]: how often each id is supervised in a split."""

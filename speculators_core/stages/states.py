@@ -75,6 +75,9 @@ def prepare(run: Run) -> StageResult:
     """Conversations, through this tokenizer and template, become token rows with loss masks.
 
     Where the recipe wants it, the verifier answers the conversations first.
+
+    Raises:
+        ConfigError, DataError: the algorithm could not learn from these rows, or would confuse their tokens.
     """
     from speculators_core.data import prepare as data
 
@@ -98,6 +101,10 @@ def prepare(run: Run) -> StageResult:
         return data.prepare(rows, run.verifier, workspace, progress=run.progress).model_dump(mode="json")
 
     result = produce(run, "prepare", "dataset", key, inputs, build, settings=settings)
+    if run.check:
+        from speculators_core.preflight import check_rows
+
+        check_rows(run.recipe, run.verifier, RowSet.open(run.store.path(result.ref)))
     return result if answered is None else together(result, (answered, result))
 
 

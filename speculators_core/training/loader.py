@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from speculators_core.data.rows import RowSet
 from speculators_core.errors import DataError
 from speculators_core.training.packing import Plan, clip, collate, empty_batch, plan_epoch, plan_in_order
 from speculators_core.types import Aligned, Batch, Objective, Sample
@@ -88,6 +89,23 @@ class SomeLayers:
     def expecting(self, positions: Iterable[int]) -> AbstractContextManager[None]:
         """As the whole set's."""
         return self._states.expecting(positions)
+
+
+class Uncaptured:
+    """Prepared rows as a set whose states have no width: enough to count what would be learned from them."""
+
+    def __init__(self, rows: RowSet) -> None:
+        self.lengths, self.splits = [rows.length(number) for number in range(rows.num_rows)], rows.splits
+        self._rows = rows
+
+    def row(self, position: int) -> StateRow:
+        """The row, with a layer that is read and the last one."""
+        row = self._rows.row(position)
+        return _Row(row.index, row.split, row.input_ids, row.loss_mask, torch.empty(row.input_ids.numel(), 2, 0))
+
+    def expecting(self, positions: Iterable[int]) -> AbstractContextManager[None]:
+        """Nothing is fetched."""
+        return nullcontext()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from speculators_core.errors import ConfigError
+
+
+class ReadsLayers(Protocol):
+    """Knobs of a draft that reads states of the verifier's inner layers."""
+
+    @property
+    def aux_layers(self) -> tuple[int, ...] | None:
+        """Their ids; None: the default."""
+        ...
+
+
+def aux_layers(knobs: ReadsLayers, num_hidden_layers: int) -> tuple[int, ...]:
+    """`chosen_layers` of the knobs."""
+    return chosen_layers(knobs.aux_layers, num_hidden_layers)
 
 
 def chosen_layers(named: tuple[int, ...] | None, num_hidden_layers: int) -> tuple[int, ...]:

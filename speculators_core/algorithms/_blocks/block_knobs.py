@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from speculators_core.algorithms._blocks.mask_token import mask_token
 from speculators_core.errors import ConfigError
 from speculators_core.losses.terms import LossTerm, parse_loss
 from speculators_core.types import DraftPlan, StrictModel
@@ -122,7 +123,4 @@ def check_blocks(knobs: BlockKnobs, plan: DraftPlan) -> None:
             "no block would fit into a row",
             mend="lower algorithm.block_size, or raise training.row_tokens",
         )
-    from speculators_core.algorithms._blocks.mask_token import resolve_mask_token
-    from speculators_core.verifier.facts import read_facts
-
-    resolve_mask_token(plan.verifier_dir, read_facts(plan.verifier_dir), knobs.mask_token_id)
+    mask_token(knobs, plan.verifier_dir)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from speculators_core.types import Choose, DraftContext, ExportedDraft, Proposer, StrictModel
+from speculators_core.types import Proposer
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+
+def later(module: str, name: str) -> Callable[..., Any]:
+    """A function or class of a module that is imported at its first call."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        return getattr(import_module(module), name)(*args, **options)
+
+    return call
 
 
 def proposer_in(package: str, *, conventions: tuple[str, ...] = ()) -> Proposer:
     """`served_config` and `draft_logits` of an algorithm's `proposer.py`, see `Proposer`."""
-
-    def module() -> Any:
-        return import_module(f"{package}.proposer")
-
-    def config(draft: ExportedDraft) -> StrictModel:
-        knobs: StrictModel = module().served_config(draft)
-        return knobs
-
-    def logits(model: nn.Module, context: DraftContext, k: int, choose: Choose) -> Tensor:
-        found: Tensor = module().draft_logits(model, context, k, choose)
-        return found
-
-    return Proposer(config, logits, conventions)
+    module = f"{package}.proposer"
+    return Proposer(later(module, "served_config"), later(module, "draft_logits"), conventions)

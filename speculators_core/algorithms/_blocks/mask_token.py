@@ -5,13 +5,23 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from speculators_core.errors import ConfigError, VerifierError
-from speculators_core.verifier.facts import VerifierFacts
+from speculators_core.verifier.facts import VerifierFacts, read_facts
 
 log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+class Masked(Protocol):
+    """Knobs of a draft with a mask token."""
+
+    @property
+    def mask_token_id(self) -> int | None:
+        """The one asked for."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ def resolve_mask_token(verifier_dir: Path, facts: VerifierFacts, asked: int | No
 
     In this order: the one asked for; the tokenizer's own mask token; the first id that the vocabulary has room for but
     the tokenizer does not use; a special token that neither has a role nor is written by the chat template; the
-    tokenizer's padding, end or unknown token, with a warning, since conversations may hold those.
+    tokenizer's padding, unknown or end token, with a warning, since conversations may hold those.
 
     Args:
         asked: `algorithm.mask_token_id`, or None.
@@ -62,6 +72,11 @@ def resolve_mask_token(verifier_dir: Path, facts: VerifierFacts, asked: int | No
         f"{verifier_dir} leaves no token that could be the mask",
         mend="name one that your data never holds: algorithm.mask_token_id",
     )
+
+
+def mask_token(knobs: Masked, verifier_dir: Path) -> int:
+    """The mask token of a draft with these knobs; errors as in `resolve_mask_token`."""
+    return resolve_mask_token(verifier_dir, read_facts(verifier_dir), knobs.mask_token_id)
 
 
 def _require_inside(asked: int, vocab_size: int) -> None:
@@ -101,8 +116,8 @@ def _read_tokens(verifier_dir: Path, facts: VerifierFacts) -> _Tokens:
     written = {token: text for token, text in special.items() if text in template}
     named = (
         ("padding", tokenizer.pad_token_id),
-        ("end", tokenizer.eos_token_id),
         ("unknown", tokenizer.unk_token_id),
+        ("end", tokenizer.eos_token_id),
     )
     with_role = {token for _, token in named} | {tokenizer.bos_token_id, *facts.eos_token_id}
     return _Tokens(

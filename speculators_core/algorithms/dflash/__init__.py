@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from speculators_core.algorithms._blocks.lazy import proposer_in
-from speculators_core.algorithms.dflash.config import DFlashConfig, aux_layers, check
-from speculators_core.types import Algorithm, ExportedDraft
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from speculators_core.algorithms.dflash.objective import DFlashObjective
-    from speculators_core.data.vocabulary import DraftVocabulary
-
-
-def _build(config: DFlashConfig, verifier_dir: Path, draft_vocabulary: DraftVocabulary | None, seed: int) -> nn.Module:
-    from speculators_core.algorithms.dflash.build import build
-
-    return build(config, verifier_dir, draft_vocabulary, seed)
-
-
-def _objective(config: DFlashConfig) -> DFlashObjective:
-    from speculators_core.algorithms.dflash.objective import DFlashObjective
-
-    return DFlashObjective(config)
-
-
-def _export(config: DFlashConfig, model: nn.Module, publish: str) -> ExportedDraft:
-    from speculators_core.algorithms.dflash.export import export
-
-    return export(config, model, publish)
-
+from speculators_core.algorithms._blocks.aux_layers import aux_layers
+from speculators_core.algorithms._blocks.block_knobs import check_blocks
+from speculators_core.algorithms._blocks.lazy import later, proposer_in
+from speculators_core.algorithms._blocks.mask_token import mask_token
+from speculators_core.algorithms.dflash.config import DFlashConfig
+from speculators_core.types import Algorithm
 
 ALGORITHM = Algorithm(
     name="dflash",
     config=DFlashConfig,
-    build=_build,
-    objective=_objective,
-    export=_export,
+    build=later(f"{__name__}.build", "build"),
+    objective=later(f"{__name__}.objective", "DFlashObjective"),
+    export=later(f"{__name__}.export", "export"),
     aux_layers=aux_layers,
-    check=check,
+    check=check_blocks,
+    mask_token=mask_token,
     proposer=proposer_in(__name__, conventions=("sliding_window_non_causal",)),
 )

@@ -6,9 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from speculators_core.algorithms._blocks.aux_layers import chosen_layers
-from speculators_core.algorithms._blocks.block_knobs import MaskedBlockKnobs, check_blocks
-from speculators_core.types import DraftPlan
+from speculators_core.algorithms._blocks.block_knobs import MaskedBlockKnobs
 
 
 class DFlashConfig(MaskedBlockKnobs):
@@ -22,13 +20,3 @@ class DFlashConfig(MaskedBlockKnobs):
         default="dpace",
         description="slots weigh less with their distance, or (dpace) with the chance that serving needs them",
     )
-
-
-def aux_layers(config: DFlashConfig, num_hidden_layers: int) -> tuple[int, ...]:
-    """Auxiliary layer ids, ascending; ConfigError where this verifier has no such layers."""
-    return chosen_layers(config.aux_layers, num_hidden_layers)
-
-
-def check(config: DFlashConfig, plan: DraftPlan) -> None:
-    """ConfigError where the recipe's rows or tokens do not suit the blocks."""
-    check_blocks(config, plan)

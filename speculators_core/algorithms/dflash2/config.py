@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from speculators_core.algorithms._blocks.aux_layers import chosen_layers
 from speculators_core.algorithms._blocks.block_knobs import MaskedBlockKnobs, check_blocks
 from speculators_core.errors import ConfigError
 from speculators_core.types import DraftPlan
@@ -25,11 +24,6 @@ class DFlash2Config(MaskedBlockKnobs):
     selector_rank: int = Field(default=256, ge=1, description="rank of the transition score")
     selector_top_k: int = Field(default=16, ge=2, description="best tokens of a slot that the selector chooses among")
     selector_loss_alpha: float = Field(default=1.0, ge=0, description="weight of the selector's loss")
-
-
-def aux_layers(config: DFlash2Config, num_hidden_layers: int) -> tuple[int, ...]:
-    """Auxiliary layer ids, ascending; ConfigError where this verifier has no such layers."""
-    return chosen_layers(config.aux_layers, num_hidden_layers)
 
 
 def check(config: DFlash2Config, plan: DraftPlan) -> None:

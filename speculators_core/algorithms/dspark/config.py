@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from speculators_core.algorithms._blocks.aux_layers import chosen_layers
 from speculators_core.algorithms._blocks.block_knobs import BlockKnobs, check_blocks
 from speculators_core.errors import ConfigError
 from speculators_core.types import DraftPlan
@@ -35,11 +34,6 @@ class DSparkConfig(BlockKnobs):
         if self.markov_rank == 0 and self.enable_confidence_head and self.confidence_head_with_markov:
             raise ValueError("confidence_head_with_markov needs a markov_rank above 0: set it to false")
         return self
-
-
-def aux_layers(config: DSparkConfig, num_hidden_layers: int) -> tuple[int, ...]:
-    """Auxiliary layer ids, ascending; ConfigError where this verifier has no such layers."""
-    return chosen_layers(config.aux_layers, num_hidden_layers)
 
 
 def check(config: DSparkConfig, plan: DraftPlan) -> None:

@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from speculators_core.algorithms._blocks.aux_layers import chosen_layers
 from speculators_core.algorithms._blocks.feature_knobs import FeatureKnobs
 
 
@@ -26,8 +25,3 @@ class Eagle3Config(FeatureKnobs):
     def drafted_tokens(self) -> int:
         """Tokens that the served draft proposes at a time."""
         return self.speculative_tokens or self.ttt_steps
-
-
-def aux_layers(config: Eagle3Config, num_hidden_layers: int) -> tuple[int, ...]:
-    """Auxiliary layer ids, ascending; ConfigError where this verifier has no such layers."""
-    return chosen_layers(config.aux_layers, num_hidden_layers)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from speculators_core.algorithms.mtp.config import MTPConfig
 from speculators_core.algorithms.mtp.families import Family
 from speculators_core.errors import VerifierError
 from speculators_core.formats.native_head import JOINTS, PREFIX
@@ -83,3 +84,8 @@ def from_checkpoint(name: str) -> str:
     """The other way."""
     bare = name.removeprefix(PREFIX)
     return bare if bare.split(".")[0] in JOINTS else f"layer.{bare}"
+
+
+def own_names(config: MTPConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint's tensors by our names."""
+    return {from_checkpoint(name): tensor for name, tensor in tensors.items()}

@@ -9,13 +9,13 @@ import torch
 
 from speculators_core.algorithms._blocks.feature_build import build_feature_draft
 from speculators_core.algorithms._blocks.geometry import LayerGeometry
-from speculators_core.algorithms._blocks.mask_token import resolve_mask_token
+from speculators_core.algorithms._blocks.mask_token import mask_token, resolve_mask_token
 from speculators_core.algorithms._blocks.vocabulary import ReducedVocabulary
 from speculators_core.algorithms.peagle.config import PEagleConfig
 from speculators_core.algorithms.peagle.model import PEagleDraft
 from speculators_core.errors import ConfigError
 from speculators_core.types import DraftPlan
-from speculators_core.verifier.facts import VerifierFacts, read_facts
+from speculators_core.verifier.facts import VerifierFacts
 
 if TYPE_CHECKING:
     from speculators_core.data.vocabulary import DraftVocabulary
@@ -50,7 +50,7 @@ def check(config: PEagleConfig, plan: DraftPlan) -> None:
     Raises:
         ConfigError: no usable mask token, packed rows too short for a chain, or an evaluation beyond what is learned.
     """
-    resolve_mask_token(plan.verifier_dir, read_facts(plan.verifier_dir), config.mask_token_id)
+    mask_token(config, plan.verifier_dir)
     if plan.row_tokens <= config.num_depths:
         raise ConfigError(
             f"training.row_tokens is {plan.row_tokens}, too short for chains of algorithm.num_depths "

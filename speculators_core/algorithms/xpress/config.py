@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from speculators_core.algorithms._blocks.aux_layers import chosen_layers
 from speculators_core.algorithms._blocks.block_knobs import BlockKnobs, check_blocks
 from speculators_core.errors import ConfigError
 from speculators_core.types import DraftPlan
@@ -34,11 +33,6 @@ class XPressConfig(BlockKnobs):
         if self.ce_from_data and all(term.name != "ce" for term in self.loss_terms):
             raise ValueError("ce_from_data is true, but the loss has no ce: add it, or leave ce_from_data out")
         return self
-
-
-def aux_layers(config: XPressConfig, num_hidden_layers: int) -> tuple[int, ...]:
-    """Auxiliary layer ids, ascending; ConfigError where this verifier has no such layers."""
-    return chosen_layers(config.aux_layers, num_hidden_layers)
 
 
 def check(config: XPressConfig, plan: DraftPlan) -> None:

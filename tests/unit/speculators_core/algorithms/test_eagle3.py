@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from speculators_core.algorithms._blocks.aux_layers import aux_layers
 from speculators_core.algorithms._blocks.unrolled import Drafting
 from speculators_core.algorithms.eagle3.build import build
-from speculators_core.algorithms.eagle3.config import Eagle3Config, aux_layers
+from speculators_core.algorithms.eagle3.config import Eagle3Config
 from speculators_core.algorithms.eagle3.model import Eagle3Draft
 from speculators_core.algorithms.eagle3.objective import Eagle3Objective
 from speculators_core.errors import ConfigError
