@@ -22,6 +22,7 @@ from prefect.exceptions import ObjectNotFound
 from pydantic import Field
 
 from speculators_core.errors import ConfigError
+from speculators_core.lifecycle.plan import leaves
 from speculators_core.types import StrictModel
 from tasks.site import Pool, Site
 
@@ -167,7 +168,7 @@ def compared(
     kind: Literal["pool", "deployment", "automation"], name: str, existing: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> Difference:
     """A difference from two sets of fields."""
-    before, after = _leaves(_plain(existing)), _leaves(_plain(wanted))
+    before, after = leaves(_plain(existing)), leaves(_plain(wanted))
     fields = tuple(
         f"{field}: {_shown(before.get(field))} → {_shown(after.get(field))}"
         for field in sorted(before.keys() | after.keys())
@@ -178,17 +179,6 @@ def compared(
 
 def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str, sort_keys=True))
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted name; lists stay whole."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found |= _leaves(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
 
 
 def _shown(value: Any) -> str:

@@ -163,8 +163,8 @@ def why_missing(inputs: Mapping[str, str], settings: Mapping[str, Any], earlier:
     """
     if not earlier:
         return "was never run here"
-    wanted = _flat({**inputs, **settings})
-    known = [(_flat({**item.inputs, **item.settings}), item) for item in earlier if item.inputs is not None]
+    wanted = leaves({**inputs, **settings})
+    known = [(leaves({**item.inputs, **item.settings}), item) for item in earlier if item.inputs is not None]
     if not known:
         return "the earlier ones do not say what they were made of"
 
@@ -180,11 +180,12 @@ def why_missing(inputs: Mapping[str, str], settings: Mapping[str, Any], earlier:
     return f"changed: {told}{more}" if names else "the stage's own code changed, or its artifact is damaged"
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values of nested mappings by dotted name; lists stay whole."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
+            found |= leaves(value, f"{prefix}{name}.")
         else:
             found[f"{prefix}{name}"] = value
     return found

@@ -36,13 +36,7 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
 def load_trained_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Put `trained_tensors` back. TrainingError names what is missing, unknown, or of another shape."""
     mine = trained_tensors(model)
-    problems = [f"{name} is missing" for name in mine.keys() - tensors.keys()]
-    problems += [f"{name} is unknown" for name in tensors.keys() - mine.keys()]
-    problems += [
-        f"{name} is {tuple(tensors[name].shape)}, not {tuple(mine[name].shape)}"
-        for name in mine.keys() & tensors.keys()
-        if tensors[name].shape != mine[name].shape
-    ]
+    problems = [*_misfits(mine, tensors), *(f"{name} is unknown" for name in tensors.keys() - mine.keys())]
     if problems:
         raise TrainingError(
             f"these weights are of another draft: {'; '.join(sorted(problems)[:4])}",
@@ -98,13 +92,7 @@ def load_trainable_parameters(
     trainable = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad and name not in own
     }
-    problems = [f"{name} is missing" for name in trainable.keys() - tensors.keys()]
-    problems += [
-        f"{name} is {tuple(tensors[name].shape)}, not {tuple(trainable[name].shape)}"
-        for name in trainable.keys() & tensors.keys()
-        if tensors[name].shape != trainable[name].shape
-    ]
-    if problems:
+    if problems := _misfits(trainable, tensors):
         raise ConfigError(
             f"training.warm_start: the draft to start from does not fit: {'; '.join(sorted(problems)[:4])}",
             mend="use the same algorithm settings as that draft, or remove training.warm_start",
@@ -112,3 +100,13 @@ def load_trainable_parameters(
     for name, parameter in trainable.items():
         parameter.copy_(tensors[name])
     return len(trainable)
+
+
+def _misfits(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
+    """What keeps `found` from filling `wanted`: a phrase for each tensor that is missing or of another shape."""
+    missing = [f"{name} is missing" for name in wanted.keys() - found.keys()]
+    return missing + [
+        f"{name} is {tuple(found[name].shape)}, not {tuple(wanted[name].shape)}"
+        for name in wanted.keys() & found.keys()
+        if found[name].shape != wanted[name].shape
+    ]
