@@ -19,6 +19,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,20 +143,36 @@ class Supervisor:
         return not received
 
     def sweep(self, grace_s: float) -> None:
-        """End every process below: SIGTERM, then SIGKILL once the grace is over; returns when none is left."""
-        for pid in descendants(os.getpid()):
+        """End every process below; returns when none is left.
+
+        SIGTERM to the command's own session; to all others once the command has ended, which may need them to end well
+        (a proxy, an engine: under supervisors of their own); SIGKILL to what is left after the grace.
+        """
+        for pid in self._session():
             send(pid, signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         give_up = deadline + _SWEEP_S
+        all_asked = False
         while left := descendants(os.getpid()):
             if time.monotonic() > give_up:
                 return  # unkillable (stuck in the kernel): the record stays for the reaper
+            if not all_asked and self.child.poll() is not None:
+                all_asked = True
+                for pid in left:
+                    send(pid, signal.SIGTERM)
             if time.monotonic() > deadline:
                 for pid in left:
                     send(pid, signal.SIGKILL)
             time.sleep(0.05)
             self._collect()
         self.record_path.unlink(missing_ok=True)
+
+    def _session(self) -> Iterator[int]:
+        """Processes of the command's own session."""
+        for pid in descendants(os.getpid()):
+            with suppress(ProcessLookupError):
+                if os.getsid(pid) == self.child.pid:
+                    yield pid
 
     def _collect(self) -> None:
         """Wait for adopted children, so that no zombie stays."""

@@ -79,6 +79,7 @@ class Fleet:
 
     def let_in(self, replica: Replica) -> None:
         """Send it all new requests. What served before stands by, drained; what stood by before is retired."""
+        self._revive_proxy()
         if replica is self.standby:
             self.standby = None
         self.retire_standby()
@@ -109,8 +110,8 @@ class Fleet:
         """Drain and end the live engine, so that its memory is free; nothing answers from the first moment on."""
         gone, self.live = self.live, None
         if gone is not None:
-            self._proxy.drain(gone.slot)
             self._draining.append((gone, time.monotonic() + self._config.drain_timeout_s))
+            self._proxy.drain(gone.slot)
         self.clear()
 
     def close_drained(self) -> None:
@@ -131,17 +132,9 @@ class Fleet:
 
     def dead(self) -> bool:
         """Whether the live engine has ended, or is silent for two minutes; a proxy that ended is started anew."""
+        self._revive_proxy()
         live = self.live
         assert live is not None
-        if not self._proxy.alive():
-            log.error("HAProxy has ended; starting it again")
-            self._proxy = self._start_proxy()
-            for replica in self._replicas():
-                self._proxy.open(replica.slot, replica.engine.base_url)
-                if replica is not live:
-                    self._proxy.drain(replica.slot)
-            self.count()
-            live.begun = live.now  # its counts began anew
         if live.healthy():
             self._answered = time.monotonic()
             return False
@@ -155,15 +148,31 @@ class Fleet:
         return gone
 
     def finish(self) -> None:
-        """Take no new request and let those in flight end, at most `drain_timeout_s`."""
-        self._proxy.refuse_clients()
-        self.vacate()
+        """Take no new request, let those in flight end (`drain_timeout_s`); a proxy that is gone has cut them."""
+        try:
+            self._proxy.refuse_clients()
+            self.vacate()
+        except EngineError as error:
+            log.warning("requests in flight cannot be awaited: %s", error.what)
 
     def stop(self) -> None:
         """End everything, whatever is in flight."""
         for replica in self._replicas():
             replica.stop()
         self._proxy.stop()
+
+    def _revive_proxy(self) -> None:
+        if self._proxy.alive():
+            return
+        log.error("HAProxy has ended; starting it again")
+        self._proxy = self._start_proxy()
+        for replica in self._replicas():
+            self._proxy.open(replica.slot, replica.engine.base_url)
+            if replica is not self.live:
+                self._proxy.drain(replica.slot)
+        if self.live is not None:
+            self.count()
+            self.live.begun = self.live.now  # its counts began anew
 
     def _end(self, replica: Replica) -> None:
         self._proxy.close(replica.slot)

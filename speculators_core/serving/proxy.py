@@ -21,6 +21,7 @@ import shutil
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -37,6 +38,10 @@ _SOCKET, _LOG = "haproxy.sock", "haproxy.log"
 _ANSWER_S = 5.0
 _START_S = 15.0
 _AWAY = '{"error": {"message": "no engine serves at the moment; try again", "type": "unavailable", "code": 503}}'
+
+
+class ProxyGone(EngineError):
+    """HAProxy has ended, and with it all that was in flight."""
 
 
 def render_config(host: str, port: int, *, request_timeout_s: float) -> str:
@@ -139,7 +144,7 @@ class Proxy:
             try:
                 self.command("show info")
                 return
-            except OSError:
+            except ProxyGone:
                 time.sleep(0.05)
 
     def alive(self) -> bool:
@@ -151,7 +156,7 @@ class Proxy:
         self._process.stop(grace_s=1)
 
     def command(self, line: str) -> str:
-        """One command of the runtime API and its answer. OSError where nobody answers."""
+        """One command of the runtime API and its answer. ProxyGone; EngineError where it hangs."""
         # a socket's path may have 107 bytes: the directory is reached through a descriptor
         directory = os.open(self._directory, os.O_PATH | os.O_DIRECTORY)
         try:
@@ -162,8 +167,14 @@ class Proxy:
                 answer = b""
                 while received := channel.recv(1 << 16):
                     answer += received
+        except TimeoutError:
+            raise EngineError(f"HAProxy has not answered {line!r} within {_ANSWER_S:g} s") from None
+        except OSError as error:
+            raise ProxyGone(f"HAProxy is gone: {error.strerror}") from error
         finally:
             os.close(directory)
+        if not answer.endswith(b"\n"):
+            raise ProxyGone(f"HAProxy ended before it had answered {line!r}")
         return answer.decode()
 
     def _order(self, line: str) -> None:
@@ -182,16 +193,20 @@ class Proxy:
         self._order(f"set server engines/{slot} state drain")
 
     def close(self, slot: str) -> None:
-        """Take the place out of service."""
-        self._order(f"set server engines/{slot} state maint")
+        """Take the place out of service; with a proxy that is gone it is."""
+        with suppress(ProxyGone):
+            self._order(f"set server engines/{slot} state maint")
 
     def refuse_clients(self) -> None:
         """Take no new connection; requests in flight go on."""
         self._order("disable frontend clients")
 
     def in_flight(self, slot: str) -> int:
-        """Requests that the engine in this place is answering."""
-        return int(self._stats()[slot]["scur"])
+        """Requests that the engine in this place is answering; none are left of a proxy that is gone."""
+        try:
+            return int(self._stats()[slot]["scur"])
+        except ProxyGone:
+            return 0
 
     def counts(self, slot: str) -> ProxyCounts:
         """Totals of this place since the proxy's start; a failed request may count twice as an error, never not."""

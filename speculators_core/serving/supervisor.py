@@ -105,9 +105,9 @@ class Supervisor:
 
     def look(self) -> None:
         """One round: keep an engine alive, count, judge, follow."""
-        self._fleet.close_drained()
         if self._fleet.dead():
             self._mend()
+        self._fleet.close_drained()
         self._fleet.count()
         self._note()
         self._judge()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,12 +19,13 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from speculators_core import supervisor
 from speculators_core.engine.client import EngineClient
 from speculators_core.engine.runtime import Runtime, RuntimeInfo
 from speculators_core.engine.server import Engine
-from speculators_core.errors import ConfigError, EngineError, RegistryError
+from speculators_core.errors import ConfigError, EngineError, Interrupted, RegistryError
 from speculators_core.lifecycle.drift import read_windows
-from speculators_core.processes import SupervisedProcess
+from speculators_core.processes import SupervisedProcess, supervise
 from speculators_core.serving.config import ServeConfig, WatchConfig
 from speculators_core.serving.events import ServeEvent
 from speculators_core.serving.fleet import Fleet, Refused
@@ -134,6 +137,7 @@ class CountingFleet(Fleet):
 
     def __init__(self, config: ServeConfig, home: Path, plans: dict[str, Plan]) -> None:
         super().__init__(config, Runtime(python="python"), home, home / "serving" / "chat")
+        self.config = config
         self.plans = plans
         self.prompt_tokens, self.alone_s = 10, 0.1  # of a request; seconds of decoding without drafts
         self.engines: list[CountingEngine] = []
@@ -213,13 +217,29 @@ class World:
         self.supervisor.look()
 
 
+def counting_fleet(home: Path, plans: dict[str, Plan] | None = None, **settings: Any) -> CountingFleet:
+    """Three good versions, but for `plans`; `settings`: keys of `serve` laid over those of tests."""
+    values = {"port": free_port(), "engines": "beside", "watch": WATCH, "drain_timeout_s": 30, **settings}
+    return CountingFleet(
+        ServeConfig.model_validate(values), home, {"1": Plan(), "2": Plan(), "3": Plan(), **(plans or {})}
+    )
+
+
+def serve_until_stopped(home: Path) -> None:
+    """What `draftsmith serve` does, as a program: prints the address, ends as the command would."""
+    fleet = counting_fleet(home)
+    print(fleet.address, flush=True)
+    try:
+        Supervisor("chat", Registry(), fleet.config, fleet, home, lambda event: None).run()
+    except Interrupted:
+        sys.exit(130)
+
+
 @contextmanager
 def serving(home: Path, *, plans: dict[str, Plan] | None = None, **settings: Any) -> Iterator[World]:
-    values = {"port": free_port(), "engines": "beside", "watch": WATCH, "drain_timeout_s": 30, **settings}
-    config = ServeConfig.model_validate(values)
-    fleet = CountingFleet(config, home, {"1": Plan(), "2": Plan(), "3": Plan(), **(plans or {})})
+    fleet = counting_fleet(home, plans, **settings)
     registry, told = Registry(), list[ServeEvent]()
-    supervisor = Supervisor("chat", registry, config, fleet, home, told.append)
+    supervisor = Supervisor("chat", registry, fleet.config, fleet, home, told.append)
     try:
         supervisor.begin()
         yield World(fleet, registry, supervisor, told)
@@ -417,6 +437,46 @@ def test_a_proxy_that_ends_is_started_again(tmp_path: Path) -> None:
 def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with serving(tmp_path) as world, pytest.raises(ConfigError, match=r"serve\.port"):
         Proxy(tmp_path / "other", tmp_path, "127.0.0.1", httpx.URL(world.fleet.address).port or 0, request_timeout_s=5)
+
+
+@pytest.mark.parametrize("signalled", ["its group", "all that runs below it", "the one that looks after it"])
+def test_whoever_stops_it_requests_in_flight_end_first_or_were_cut_by_them(tmp_path: Path, signalled: str) -> None:
+    """`timeout` and a terminal signal the group, systemd may signal every process, and `supervise` what it started."""
+    program = (
+        "import sys; from pathlib import Path; from tests.integration.test_serving import serve_until_stopped\n"
+        "serve_until_stopped(Path(sys.argv[1]))"
+    )
+    command, log = [sys.executable, "-c", program, str(tmp_path)], tmp_path / "log"
+    process = supervise(command, name="serve", home=tmp_path / "outer", log=log, env=child_environment())
+    with process, await_address(log, process) as http:
+        with http.stream("POST", "/v1/chat/completions", json={"stream": 20}) as reply:
+            pieces = reply.iter_bytes()
+            received = next(pieces)
+            if signalled == "its group":
+                os.killpg(process.group, signal.SIGTERM)
+            elif signalled == "the one that looks after it":
+                os.kill(process.pid, signal.SIGTERM)
+            else:
+                for pid in supervisor.descendants(process.pid):
+                    os.kill(pid, signal.SIGTERM)
+            if signalled == "all that runs below it":
+                with pytest.raises(httpx.RemoteProtocolError):
+                    b"".join(pieces)
+            else:
+                assert received + b"".join(pieces) == b"1" * 20
+        assert process.wait(30) == 130, log.read_text()
+
+
+@contextmanager
+def await_address(log: Path, process: SupervisedProcess) -> Iterator[httpx.Client]:
+    """A client of the first address in the log, once an engine answers there."""
+    while not log.read_text().startswith("http://"):
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.05)
+    with httpx.Client(base_url=log.read_text().splitlines()[0], trust_env=False) as http:
+        while http.get("/health").status_code != 200:
+            time.sleep(0.05)
+        yield http
 
 
 def test_a_killed_supervisor_leaves_no_proxy(tmp_path: Path) -> None:

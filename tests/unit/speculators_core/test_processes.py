@@ -94,6 +94,17 @@ def test_stop_ends_everything_below_and_is_idempotent(tmp_path: Path) -> None:
     assert list((tmp_path / "engines").iterdir()) == []
 
 
+def test_a_command_that_is_stopped_still_has_what_runs_in_a_session_of_its_own(tmp_path: Path) -> None:
+    command = (
+        "setsid sleep 300 & helper=$!; trap 'sleep 0.3; kill -0 $helper && echo there; exit' TERM; sleep 300 & wait"
+    )
+    process = supervise(["sh", "-c", command], name="x", home=tmp_path, log=tmp_path / "l")
+    pids = family(tmp_path, 3)
+    process.stop()
+    assert (tmp_path / "l").read_text() == "there\n"
+    assert [pid for pid in pids if alive(pid)] == []
+
+
 def test_what_a_finished_command_leaves_behind_is_ended(tmp_path: Path) -> None:
     process = supervise(
         ["sh", "-c", "setsid sleep 300 & sleep 300 & sleep 1.5; exit 0"], name="x", home=tmp_path, log=tmp_path / "l"
