@@ -42,8 +42,8 @@ def serve(
     says, its cell of the matrix is proven for this vLLM, and a started engine is lossless with the acceptance that was
     measured. For a window after that the displaced engine stands by: a fall of acceptance, failed requests or slower
     tokens bring it back at once, in the registry too. Clients ask at http://127.0.0.1:8000 for the model NAME
-    (`serve.host`, `serve.port`). SIGTERM to this process or its group lets requests in flight end (systemd, which signals
-    every process: KillMode=mixed).
+    (`serve.host`, `serve.port`). SIGTERM to this process or its group lets requests in flight end (systemd, which
+    signals every process: KillMode=mixed).
     """
     home = prepare_environment().home
     name, _, alias = target.partition("@")

@@ -1,4 +1,8 @@
-"""A registry whose drafts say one token for ever: how well they are accepted is decided by the prompts."""
+"""A registry whose drafts say one token for ever, and traffic to which the verifier answers with one of these tokens.
+
+After 24 dashes SmolLM2 goes on with dashes and nothing else (of thirty tokens tried, the only one that it never tires
+of): a draft of dashes is always accepted (AL = K + 1), one of another token never (AL = 1).
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,15 @@ from speculators_core.store import Store
 from speculators_core.verifier.fingerprint import fingerprint
 from tests.environment import ROOT
 
-MODEL = "commas"
-COMMA, RARE = 28, 40_000
+MODEL = "dashes"
+DASH, RARE = 29, 40_000
 """Token ids of SmolLM2: the one that the traffic is made of, and one that is never written."""
 KEPT = 1024
 NAMES = ("DRAFTSMITH_STORE", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "PREFECT_HOME", "PREFECT_API_URL")
+
+
+DASHES: dict[str, object] = {"model": MODEL, "prompt": [DASH] * 24, "temperature": 0.0, "ignore_eos": True}
+"""A request for dashes, but for its length."""
 
 
 @dataclass
@@ -126,9 +134,9 @@ def serving_world(root: Path, verifier: Path, runtime: Runtime) -> Iterator[Serv
     tracking.cache_clear()
 
 
-def ask_for_commas(http: httpx.Client) -> str:
-    """One streamed request whose reply is a row of commas; it must end as a stream ends."""
-    body = {"model": MODEL, "prompt": [COMMA] * 24, "max_tokens": 16, "ignore_eos": True, "stream": True}
+def ask_for_dashes(http: httpx.Client) -> str:
+    """One streamed request whose reply is a row of dashes; it must end as a stream ends."""
+    body = {**DASHES, "max_tokens": 16, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as reply:
         assert reply.status_code == 200, f"{reply.status_code}: {reply.read().decode()}"
         lines = [line for line in reply.iter_lines() if line]

@@ -20,7 +20,7 @@ from tests.haproxy import needs_haproxy
 
 sys.path.insert(0, str(Path(__file__).parent))
 from loop import await_silence
-from serving_world import COMMA, MODEL, RARE, ask_for_commas, serving_world
+from serving_world import DASH, MODEL, RARE, ask_for_dashes, serving_world
 
 pytestmark = [pytest.mark.engine, pytest.mark.trial, needs_haproxy]
 START_S = 900
@@ -30,7 +30,7 @@ def test_a_forced_draft_rolls_in_under_load_and_is_taken_back_and_a_kill_leaves_
     tmp_path: Path, verifier_dir: Path, runtime: Runtime
 ) -> None:
     with serving_world(tmp_path, verifier_dir, runtime) as world:
-        good, bad = world.register(COMMA), world.register(RARE, outcome="fail")
+        good, bad = world.register(DASH), world.register(RARE, outcome="fail")
         world.promote(good)
         arguments = world.arguments(free_port())
         with serve_process(
@@ -38,7 +38,7 @@ def test_a_forced_draft_rolls_in_under_load_and_is_taken_back_and_a_kill_leaves_
         ) as serving:
             ready = serving.wait_for("ready", timeout_s=START_S)
             assert ready.version == good and ready.address
-            with steady_load(ready.address, ask_for_commas, clients=2) as load:
+            with steady_load(ready.address, ask_for_dashes, clients=2) as load:
                 load.await_answers(20, timeout_s=START_S)
                 world.promote(bad, force=True)
                 serving.wait_for("rolled", version=bad, timeout_s=START_S)

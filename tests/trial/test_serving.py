@@ -20,7 +20,7 @@ from tests.haproxy import needs_haproxy
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from conftest import runtime, verifier_dir  # noqa: F401  # fixtures
 from loop import await_silence
-from serving_world import COMMA, MODEL, RARE, ask_for_commas, serving_world
+from serving_world import DASH, DASHES, MODEL, RARE, ask_for_dashes, serving_world
 
 pytestmark = [pytest.mark.engine, pytest.mark.trial, needs_haproxy]
 START_S = 900
@@ -35,7 +35,7 @@ def test_no_request_of_a_thousand_fails_while_versions_come_and_go(
     from tasks.versions import rollback_model
 
     with serving_world(tmp_path, verifier_dir, runtime) as world:
-        first, second = world.register(COMMA), world.register(COMMA, salt=2.0)
+        first, second = world.register(DASH), world.register(DASH, salt=2.0)
         bad = world.register(RARE, outcome="fail")
         world.promote(first)
         arguments = world.arguments(free_port(), **{"watch.window_s": 20})
@@ -44,7 +44,7 @@ def test_no_request_of_a_thousand_fails_while_versions_come_and_go(
         ) as serving:
             address = serving.wait_for("ready", timeout_s=START_S).address
             assert address
-            with steady_load(address, ask_for_commas, clients=4) as load:
+            with steady_load(address, ask_for_dashes, clients=4) as load:
                 load.await_answers(50, timeout_s=START_S)
                 world.promote(second)
                 rolled = serving.wait_for("rolled", version=second, timeout_s=START_S)
@@ -83,7 +83,7 @@ def test_no_request_of_a_thousand_fails_while_versions_come_and_go(
 
 def read_stream(address: str, lines: list[str], began: threading.Event) -> None:
     """Read a long reply to its end."""
-    body = {"model": MODEL, "prompt": [COMMA] * 8, "max_tokens": 240, "ignore_eos": True, "stream": True}
+    body = {**DASHES, "max_tokens": 220, "stream": True}
     with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=300, trust_env=False) as reply:
         for line in reply.iter_lines():
             lines += [line] if line else []
