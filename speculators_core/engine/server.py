@@ -58,13 +58,14 @@ def serve(
     *,
     home: Path,
     startup_timeout_s: float = 300,
-    on_line: Callable[[str], None] | None = None,
+    while_starting: Callable[[], None] | None = None,
 ) -> Iterator[Engine]:
     """Run a server for the length of a `with` block; it is gone afterwards, and when we are killed.
 
-    Logs and pid files lie under `home`. `on_line` sees the log's lines while it starts. A runtime given by URL is
-    only checked: it must answer, and `spec.model` is then what its owner says. Raises EngineError when it dies
-    before it is ready, EngineTimeout when it takes longer than `startup_timeout_s`.
+    Logs and pid files lie under `home`. `while_starting` is called every few moments until it is ready; what that
+    raises gives the start up. A runtime given by URL is only checked: it must answer, and `spec.model` is then what its
+    owner says. Raises EngineError when it dies before it is ready, EngineTimeout when it takes longer than
+    `startup_timeout_s`.
     """
     info = probe_runtime(runtime, home=home)
     if runtime.url is not None:
@@ -72,7 +73,7 @@ def serve(
         return
     for model in (spec.model, (spec.speculative or {}).get("model")):
         _require_model(model)
-    engine, process = _start(runtime, spec, info, home, startup_timeout_s, on_line)
+    engine, process = _start(runtime, spec, info, home, startup_timeout_s, while_starting)
     try:
         yield engine
     finally:
@@ -85,7 +86,7 @@ def _start(
     info: RuntimeInfo,
     home: Path,
     startup_timeout_s: float,
-    on_line: Callable[[str], None] | None,
+    while_starting: Callable[[], None] | None,
 ) -> tuple[Engine, SupervisedProcess]:
     """Start on a free port; again on another one when somebody took it between our look and vLLM's bind."""
     assert runtime.python is not None
@@ -104,7 +105,7 @@ def _start(
         try:
             name = spec.names[0] if spec.names else spec.model
             engine = Engine(f"http://127.0.0.1:{port}", name, info, log, process)
-            diagnosis = _await_ready(engine, started + startup_timeout_s, on_line)
+            diagnosis = _await_ready(engine, started + startup_timeout_s, while_starting)
             if diagnosis is None:
                 _log.info("%s is ready after %.1f s at %s", spec.model, time.monotonic() - started, engine.base_url)
                 return engine, process
@@ -129,13 +130,13 @@ def _require_model(model: Json) -> None:
         )
 
 
-def _await_ready(engine: Engine, deadline: float, on_line: Callable[[str], None] | None) -> Diagnosis | None:
+def _await_ready(engine: Engine, deadline: float, while_starting: Callable[[], None] | None) -> Diagnosis | None:
     """Wait for /health; a Diagnosis when the process ended instead."""
     assert engine.process is not None
-    follow = _Follower(engine.log, on_line)
     with httpx.Client(base_url=engine.base_url, timeout=2, trust_env=False) as http:
         while engine.process.poll() is None:
-            follow.read()
+            if while_starting is not None:
+                while_starting()
             if _is_ready(http, engine.model_name):
                 return None
             if time.monotonic() > deadline:
@@ -146,7 +147,6 @@ def _await_ready(engine: Engine, deadline: float, on_line: Callable[[str], None]
                     mend="raise the start-up timeout, or look whether other work keeps the machine busy",
                 )
             time.sleep(_POLL_S)
-    follow.read()
     return diagnose(read_tail(engine.log))
 
 
@@ -189,21 +189,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-class _Follower:
-    """Hands the log's new whole lines to a callback."""
-
-    def __init__(self, log: Path, on_line: Callable[[str], None] | None) -> None:
-        self._log, self._on_line, self._offset = log, on_line, 0
-
-    def read(self) -> None:
-        if self._on_line is None:
-            return
-        with self._log.open("rb") as stream:
-            stream.seek(self._offset)
-            text = stream.read()
-        whole = text.rfind(b"\n") + 1
-        self._offset += whole
-        for line in text[:whole].decode(errors="replace").splitlines():
-            self._on_line(line)

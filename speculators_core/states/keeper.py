@@ -112,7 +112,7 @@ class _Keeper(threading.Thread):
     def _serve(self) -> None:
         """Keep one process until it dies (EngineError) or we stop."""
         station = self._station
-        with serve(station.runtime, station.spec, home=self._home, on_line=self._leave_when_stopped) as engine:
+        with serve(station.runtime, station.spec, home=self._home, while_starting=self._require_need) as engine:
             self._check(engine)
             server = station.runtime
             if server.url is None:
@@ -122,7 +122,7 @@ class _Keeper(threading.Thread):
             while not self.stopped.wait(_WATCH_S):
                 engine.check()
 
-    def _leave_when_stopped(self, line: str) -> None:
+    def _require_need(self) -> None:
         if self.stopped.is_set():
             raise EngineError("the start was given up: nobody needs the engine any more")
 

@@ -38,20 +38,31 @@ def test_a_server_that_never_answers_is_stopped_in_time(tmp_path: Path) -> None:
     assert list((tmp_path / "engines").iterdir()) == []
 
 
+def test_a_start_is_given_up_at_once_however_silent_the_server_is(tmp_path: Path) -> None:
+    looks: list[float] = []
+
+    def give_up() -> None:
+        looks.append(time.monotonic())
+        if len(looks) == 5:
+            raise KeyboardInterrupt
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        serve(runtime(tmp_path, "sleep 300"), SPEC, home=tmp_path, while_starting=give_up),
+    ):
+        pass
+    assert looks[-1] - looks[0] < 5 and list((tmp_path / "engines").iterdir()) == []
+
+
 def test_a_death_tells_cause_mend_tail_and_log(tmp_path: Path) -> None:
     behaviour = "echo first; echo 'OSError: [Errno 28] No space left on device'; exit 1"
-    lines: list[str] = []
-    with (
-        pytest.raises(EngineError) as raised,
-        serve(runtime(tmp_path, behaviour), SPEC, home=tmp_path, on_line=lines.append),
-    ):
+    with pytest.raises(EngineError) as raised, serve(runtime(tmp_path, behaviour), SPEC, home=tmp_path):
         pass
     message = str(raised.value)
     assert "the disk, or /dev/shm, is full" in message
     assert "| first" in message
     assert "log: " in message
     assert raised.value.mend is not None and "make room" in raised.value.mend
-    assert lines == ["first", "OSError: [Errno 28] No space left on device"]
 
 
 def test_an_unknown_death_still_shows_the_log(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,30 @@ def test_engines_end_with_the_block_however_it_ends(tmp_path: Path) -> None:
         assert len(book.read().engines) == 2
         raise KeyError
     assert [engine.process.poll() is not None for engine in engines if engine.process] == [True, True]
+    assert list((tmp_path / "engines").iterdir()) == []
+
+
+def test_who_waits_for_an_engine_that_says_nothing_can_be_stopped(tmp_path: Path) -> None:
+    """As by a signal, which interrupts the wait wherever it stands."""
+    book = AddressBook(tmp_path / "book.json")
+    silent = station(tmp_path, f"touch {tmp_path}/started; exec sleep 300")
+    ended = threading.Event()
+
+    def signal_us() -> None:
+        while not (tmp_path / "started").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended.wait(10), "it acts late"
+
+    with ThreadPoolExecutor(1) as pool:
+        signalled = pool.submit(signal_us)
+        with (
+            pytest.raises(KeyboardInterrupt),
+            keep_engines([silent] * 2, book, home=tmp_path, check=lambda engine: None, restarts=3),
+        ):
+            pytest.fail("the block was entered")
+        ended.set()
+        signalled.result()
     assert list((tmp_path / "engines").iterdir()) == []
 
 
