@@ -102,6 +102,17 @@ def test_a_worker_runs_the_deployed_flow(tmp_path: Path) -> None:
     assert found["state"] == "Completed", found["errors"]
 
 
+@pytest.mark.trial  # Prefect's whole server, a worker, and half a minute without a heartbeat
+def test_a_published_verifier_is_looked_at_at_once_and_a_run_that_died_is_marked(tmp_path: Path) -> None:
+    steps = run("automated", tmp_path / "world")
+    published = step(steps, "published")
+    assert published["looked"] == "Completed", published["errors"]
+    [key] = published["keys"]
+    assert key.startswith("chat:retrain:") and published["states"] == ["Scheduled"]
+    assert step(steps, "events")["names"] == ["verifier.changed"]
+    assert step(steps, "died")["crashed"]
+
+
 def test_a_champion_is_kept_where_it_holds_and_only_there(tmp_path: Path) -> None:
     held, fell = run("kept", tmp_path / "world")
     assert (held["state"], held["kept"]) == ("Completed", True)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from speculators_core import stages
 from speculators_core.config import Recipe, load_recipe
@@ -20,7 +21,7 @@ from speculators_core.lifecycle.changes import tags_of
 from speculators_core.run import NotProduced, Run
 from speculators_core.store import Store
 from speculators_core.types import ArtifactRef
-from tasks.adapters.prefect_server import prefect_api
+from tasks.adapters.prefect_server import UI_RECORD, answers, free_port, prefect_api
 from tasks.adapters.registry import DraftRegistry, VersionFacts
 from tasks.adapters.settings import settings
 from tasks.adapters.tracking import Tracking
@@ -227,7 +228,7 @@ def backfilled(world: World) -> None:
     note("backfill", started=len(started), runs=len(runs), further=further, states=sorted(states))
 
 
-def emitted() -> None:
+def emitted(least: int = 4) -> None:
     """Which events of ours the server has."""
     import httpx
     from prefect.events.worker import EventsWorker
@@ -237,7 +238,7 @@ def emitted() -> None:
     deadline = time.monotonic() + 20
     names: list[str] = []
     payloads: list[dict[str, Any]] = []
-    while len(names) < 4 and time.monotonic() < deadline:
+    while len(names) < least and time.monotonic() < deadline:
         wanted = {"filter": {"event": {"name": ["verifier.changed", "engine.changed"]}}}
         found = httpx.post(f"{PREFECT_API_URL.value()}/events/filter", json=wanted, timeout=20).json()["events"]
         found.sort(key=lambda event: str(event["occurred"]))
@@ -272,6 +273,77 @@ def served(root: str) -> None:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(run.run_id).state  # type: ignore[arg-type]
         note("served", worker=worker.returncode, state=state.name if state else None, errors=worker.stderr[-2000:])
+
+
+def automated(root: str) -> None:
+    """The automations that `deploy` makes, on Prefect's whole server: a published verifier, and a run that died."""
+    import subprocess
+
+    from infra.ui import start_prefect
+
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/api"
+    with start_prefect(settings(), port) as server, serve_runtime() as runtime:
+        world = World(Path(root), runtime)
+        world.register()
+        world.train_verifier(2.0)
+        while not answers(f"{url}/health"):
+            assert server.poll() is None, server.log.read_text()
+            time.sleep(0.1)
+        (settings().home / UI_RECORD).write_text(json.dumps({"prefect_api": url}))
+        with prefect_api(settings()):
+            from prefect.client.orchestration import get_client
+            from prefect.events import emit_event
+            from prefect.states import Running
+
+            from flows.deploy import deployments
+            from tasks.deploying import PUBLISHED, apply
+            from tasks.requests import UpkeepRequest
+            from tasks.runs import UPKEEP_DEPLOYMENT, ensure_run, find_runs
+            from tasks.site import Site, Watch
+
+            watched = Watch(recipes=(str(world.recipe),), cron="0 4 1 1 *")
+            site = Site(watch=watched).model_copy(update={"zombie_minutes": 0.2})  # less than a site may ask for
+            apply(site, deployments(site, settings(), Path.cwd()))
+            with get_client(sync_client=True) as client:
+                request = UpkeepRequest(recipe=str(world.recipe)).model_dump(mode="json")
+                dead = client.read_flow_run(
+                    UUID(ensure_run(UPKEEP_DEPLOYMENT, "dies", {"request": request}, []).run_id)
+                )
+                client.set_flow_run_state(dead.id, Running(), force=True)
+                emit_event(
+                    "prefect.flow-run.heartbeat", resource={"prefect.resource.id": f"prefect.flow-run.{dead.id}"}
+                )
+                emit_event(PUBLISHED, resource={"prefect.resource.id": "hub.model.chat"})
+                look = await_found(lambda: [run for run in find_runs(client, []) if by_automation(run)])
+                command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", site.watch_pool.name]
+                worker = subprocess.run(
+                    [*command, "--run-once"], capture_output=True, text=True, timeout=240, check=False
+                )
+                runs = find_runs(client, ["upkeep:chat"])
+                note(
+                    "published",
+                    looked=str(client.read_flow_run(look[0].id).state_name),
+                    keys=[run.idempotency_key for run in runs],
+                    states=[run.state_name for run in runs],
+                    errors=worker.stderr[-2000:],
+                )
+                crashed = await_found(lambda: client.read_flow_run(dead.id).state_name == "Crashed")
+                note("died", crashed=crashed)
+            emitted(least=1)
+
+
+def by_automation(run: Any) -> bool:
+    """Whether an automation started this run."""
+    return run.created_by is not None and run.created_by.type == "AUTOMATION"
+
+
+def await_found(look: Callable[[], Any], timeout_s: float = 60) -> Any:
+    """What `look` finds, as soon as it finds something."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return found
 
 
 def kept(root: str) -> None:
