@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv/bin
 PYTEST := $(VENV)/python -m pytest
+# a file's tests stay together, with the engines and services that they share; JOBS=0: one after the other
+JOBS   ?= 2
 
 .PHONY: help setup verifier demo test check trial ui clean
 
@@ -18,7 +20,7 @@ demo: verifier   ## the whole loop on this machine: capture, train, export, eval
 	@$(VENV)/draftsmith retrain deployments/recipes/demo.yaml
 
 test: verifier   ## every test but the long proofs; starts what it needs
-	@$(PYTEST) -m "not trial" tests
+	@$(PYTEST) -n $(JOBS) --dist loadfile -m "not trial" tests
 
 check: setup     ## no engine: ruff, mypy, imports, unit and contract tests
 	@$(VENV)/ruff check .

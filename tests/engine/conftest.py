@@ -14,8 +14,8 @@ from speculators_core.engine.runtime import Runtime
 from speculators_core.engine.server import Engine, ServerSpec, serve
 
 ROOT = Path(__file__).resolve().parents[2]
-KEEP = 3
-"""Servers alive at a time; the one unused for longest makes room."""
+KEEP = 2
+"""Servers alive at a time, in each of the processes that test; the one unused for longest makes room."""
 
 EngineFactory = Callable[[ServerSpec], Engine]
 
