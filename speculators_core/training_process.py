@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from speculators_core import errors
-from speculators_core.errors import BudgetError, DraftsmithError, Interrupted, TrainingError
+from speculators_core.errors import DraftsmithError, Interrupted, TrainingError
 from speculators_core.processes import supervise
 from speculators_core.training.request import METRICS, OUTCOME, RESULT, Outcome, TrainReport, TrainRequest, write_json
 from speculators_core.types import ProgressCallback
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 EXIT_INTERRUPTED = 75
 """Exit status after a signal: progress is saved, the same command goes on. (EX_TEMPFAIL of sysexits.)"""
+_GRACE_S = 15.0
 
 
 def run_training(
@@ -50,8 +51,8 @@ def run_training(
                 if progress is not None and (reached := read_progress(output)) is not None:
                     progress(*reached)
                 time.sleep(0.5)
-        except (KeyboardInterrupt, BudgetError):
-            process.stop(grace_s=20)  # SIGTERM: it saves a checkpoint and goes
+        except BaseException:  # a signal in whatever shape, or the budget
+            process.stop(grace_s=_GRACE_S)  # SIGTERM: it saves a checkpoint and goes
             raise
     return read_outcome(output)
 

@@ -6,6 +6,7 @@ JSON references.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 from prefect import unmapped
@@ -13,6 +14,7 @@ from prefect import unmapped
 from speculators_core import stages
 from speculators_core.config import Recipe
 from speculators_core.convert.options import ConvertOptions
+from speculators_core.errors import Interrupted
 from speculators_core.run import Run, StageResult, WarmStart
 from speculators_core.types import ArtifactRef
 from tasks.adapters.settings import settings
@@ -50,16 +52,30 @@ def capture(recipe: Recipe, dataset: ArtifactRef) -> StageResult:
     return observed(recipe, "capture", lambda run: stages.capture(run, dataset))
 
 
+_given_up = threading.Event()
+"""Whether the flow has left: Prefect waits for the threads of a mapped task, and cannot stop them."""
+
+
 @stage_task("capture-share")
 def capture_share(recipe: Recipe, dataset: ArtifactRef, number: int) -> int:
     """One engine's part of a capture: rows captured now. What it leaves undone, `capture` does."""
-    return stages.capture_share(Run(recipe, settings().home), dataset, number)
+
+    def look() -> None:
+        if _given_up.is_set():
+            raise Interrupted("the capture was stopped", mend="run the same command again: it goes on")
+
+    return stages.capture_share(Run(recipe, settings().home), dataset, number, look)
 
 
 def captured(recipe: Recipe, dataset: ArtifactRef) -> StageResult:
     """The capture; where the recipe has several engines, they do its parts first, at once."""
     if shares := stages.missing_shares(Run(recipe, settings().home), dataset):
-        capture_share.map(unmapped(recipe), unmapped(dataset), list(shares)).wait()
+        _given_up.clear()
+        try:
+            capture_share.map(unmapped(recipe), unmapped(dataset), list(shares)).wait()
+        except BaseException:
+            _given_up.set()
+            raise
     return capture(recipe, dataset)
 
 

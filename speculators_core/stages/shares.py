@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from speculators_core.data.rows import RowSet
@@ -35,10 +36,11 @@ def missing_shares(run: Run, dataset: ArtifactRef) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def capture_share(run: Run, dataset: ArtifactRef, number: int) -> int:
-    """The part of one engine; the number of rows that were captured now."""
+def capture_share(run: Run, dataset: ArtifactRef, number: int, look: Callable[[], None]) -> int:
+    """The part of one engine; the number of rows that were captured now. What `look` raises meanwhile ends it."""
     from speculators_core.states import shares
     from speculators_core.states.capture import context_for, plan_share
+    from speculators_core.states.stores import provided_store
 
     engines, config = run.recipe.hidden_states.engines, run.recipe.capture
     rows, workspace = RowSet.open(run.store.path(dataset)), workspace_of(run, dataset)
@@ -46,15 +48,17 @@ def capture_share(run: Run, dataset: ArtifactRef, number: int) -> int:
     collector = plan_share(rows, run.verifier, run.layer_ids, run.fingerprint.digest, config, workspace, share)
     place = workspace / f".share-{number}"
     try:
-        return shares.capture_share(
-            rows,
-            collector,
-            station(run, engines[number], place, context_for(collector.longest, run.facts)),
-            config,
-            verifier_dir=run.verifier,
-            home=run.home,
-            check=lambda engine: require_same_rendering(run, rows, engine),
-        ).rows
+        with provided_store(config, collector.longest, collector.facts.bytes_per_token, run.home) as capture:
+            return shares.capture_share(
+                rows,
+                collector,
+                station(run, capture, engines[number], place, context_for(collector.longest, run.facts)),
+                config,
+                verifier_dir=run.verifier,
+                home=run.home,
+                check=lambda engine: require_same_rendering(run, rows, engine),
+                look=look,
+            ).rows
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

@@ -31,13 +31,15 @@ def streaming(run: Run, dataset: ArtifactRef, workspace: Path) -> Iterator[Onlin
 
     Raises:
         ConfigError: such states cannot be streamed, or engines and trainer do not fit into memory.
-        EngineError, CaptureError, DataError: an engine does not start, captures something else, or renders other ids.
+        EngineError, CaptureError, DataError: an engine or its store does not start, it captures something else, or
+            renders other ids.
     """
     from speculators_core.stages.memory import require_memory
     from speculators_core.states.book import AddressBook
-    from speculators_core.states.capture import context_for
+    from speculators_core.states.capture import bytes_per_token, context_for
     from speculators_core.states.handshake import server_command
     from speculators_core.states.keeper import keep_engines
+    from speculators_core.states.stores import provided_store
 
     recipe, config, place = run.recipe, run.recipe.hidden_states, workspace / PLACE
     if recipe.capture.source != "engine":
@@ -48,50 +50,55 @@ def streaming(run: Run, dataset: ArtifactRef, workspace: Path) -> Iterator[Onlin
     rows = RowSet.open(run.store.path(dataset))
     longest = max(rows.length(number) for number in range(rows.num_rows))
     context = context_for(longest, run.facts)
-    stations = [station(run, seat, place / f"engine-{number}", context) for number, seat in enumerate(config.engines)]
-    require_memory(run, stations)
     book = AddressBook(place / "engines.json")
-    request = OnlineRequest(
-        dataset=str(rows.path),
-        dataset_digest=dataset.digest,
-        terms=CaptureTerms(
-            layer_ids=run.layer_ids,
-            states_dtype=recipe.capture.dtype,
-            codec=recipe.capture.codec,
-            verifier_fingerprint=run.fingerprint.digest,
-            context=longest + 1,
-        ),
-        command=tuple(server_command(stations[0].spec, stations[0].runtime.url)),
-        hidden_size=run.facts.hidden_size,
-        book=str(book.path),
-        cache=str(place / "kept"),
-        capture=recipe.capture,
-        states=config,
-        ranks=recipe.training.processes,
-        without_last=recipe.data.replies == "regenerate",
-    )
-    try:
-        with keep_engines(
-            stations,
-            book,
-            home=run.home,
-            check=lambda engine: require_same_rendering(run, rows, engine),
-            restarts=config.restarts,
-        ):
-            yield request
-    finally:
-        for number in range(len(stations)):
-            shutil.rmtree(place / f"engine-{number}", ignore_errors=True)
+    per_token = bytes_per_token(run.facts, run.layer_ids, recipe.capture.dtype)
+    with provided_store(recipe.capture, longest, per_token, run.home, len(config.engines)) as capture:
+        stations = [
+            station(run, capture, seat, place / f"engine-{number}", context)
+            for number, seat in enumerate(config.engines)
+        ]
+        require_memory(run, stations)
+        request = OnlineRequest(
+            dataset=str(rows.path),
+            dataset_digest=dataset.digest,
+            terms=CaptureTerms(
+                layer_ids=run.layer_ids,
+                states_dtype=capture.dtype,
+                codec=capture.codec,
+                verifier_fingerprint=run.fingerprint.digest,
+                context=longest + 1,
+            ),
+            command=tuple(server_command(stations[0].spec, stations[0].runtime.url)),
+            hidden_size=run.facts.hidden_size,
+            book=str(book.path),
+            cache=str(place / "kept"),
+            capture=capture,
+            states=config,
+            ranks=recipe.training.processes,
+            without_last=recipe.data.replies == "regenerate",
+        )
+        try:
+            with keep_engines(
+                stations,
+                book,
+                home=run.home,
+                check=lambda engine: require_same_rendering(run, rows, engine),
+                restarts=config.restarts,
+            ):
+                yield request
+        finally:
+            for number in range(len(stations)):
+                shutil.rmtree(place / f"engine-{number}", ignore_errors=True)
 
 
-def station(run: Run, seat: Seat, directory: Path, context: int) -> Station:
-    """How the engine of a seat is started, and where its records go."""
+def station(run: Run, capture: CaptureConfig, seat: Seat, directory: Path, context: int) -> Station:
+    """How the engine of a seat is started, and where its records go: `capture` names the store of our own engines."""
     from speculators_core.states.capture import capture_server, records_config
     from speculators_core.states.handshake import at_store
     from speculators_core.states.keeper import Station
 
     runtime = seat.runtime or run.recipe.capture.runtime or run.recipe.runtime
-    config: CaptureConfig = at_store(run.recipe.capture, runtime)
+    config = capture if runtime.url is None else at_store(run.recipe.capture, runtime)
     spec = capture_server(
         config,
         run.verifier,

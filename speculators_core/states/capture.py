@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from speculators_core.states.parity import ParityGate, ParityReport
 from speculators_core.states.sets import StateSet
 from speculators_core.states.shards import StatesFacts
 from speculators_core.states.source import Tally, request_states
+from speculators_core.states.stores import provided_store
 from speculators_core.store import storage_errors
 from speculators_core.types import ProgressCallback, StrictModel
 from speculators_core.verifier.facts import VerifierFacts, read_facts
@@ -68,7 +70,7 @@ class CaptureReport(StrictModel):
 def estimate_bytes(rows: Rows, facts: VerifierFacts, layer_ids: Sequence[int], dtype: str) -> int:
     """Bytes of the finished set: tokens × (K · H · bytes of the dtype + ids and mask)."""
     tokens = sum(int(row.input_ids.shape[0]) for row in each(rows))
-    return tokens * _bytes_per_token(facts, layer_ids, dtype)
+    return tokens * bytes_per_token(facts, layer_ids, dtype)
 
 
 def require_disk(path: Path, num_bytes: int) -> None:
@@ -175,25 +177,26 @@ def capture_rows(
     collector = plan_capture(rows, facts, layers, fingerprint, config, workspace)
     if config.source == "hf":
         return _capture_hf(rows, collector, config, workspace, verifier_dir, trust_remote_code, progress)
-    length = context_for(collector.longest, facts)
-    spec = None
-    if collector.missing():
-        if runtime is None:
-            raise ConfigError("a capture by the engine needs a runtime")
-        info = probe_runtime(runtime, home=home)
-        spec = capture_server(
-            config,
-            verifier_dir,
-            layers,
-            fingerprint,
-            workspace,
-            max_model_len=length,
-            device=info.device,
-            trust_remote_code=trust_remote_code,
-        )
-        if runtime.url is not None:
-            shake_hands(runtime, terms_of(collector, config), server_command(spec, runtime.url))
-    with ThreadPoolExecutor(1, thread_name_prefix="parity") as pool:
+    length, spec = context_for(collector.longest, facts), None
+    with ExitStack() as held:
+        if collector.missing():
+            if runtime is None:
+                raise ConfigError("a capture by the engine needs a runtime")
+            info, per_token = probe_runtime(runtime, home=home), collector.facts.bytes_per_token
+            config = held.enter_context(provided_store(config, collector.longest, per_token, home))
+            spec = capture_server(
+                config,
+                verifier_dir,
+                layers,
+                fingerprint,
+                workspace,
+                max_model_len=length,
+                device=info.device,
+                trust_remote_code=trust_remote_code,
+            )
+            if runtime.url is not None:
+                shake_hands(runtime, terms_of(collector, config), server_command(spec, runtime.url))
+        pool = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="parity"))
         # The reference forward runs while the engine starts, which mostly waits for imports.
         gate = ParityGate(rows, collector, config, verifier_dir, facts, trust_remote_code)
         prepared = pool.submit(gate.prepare)
@@ -205,7 +208,7 @@ def capture_rows(
                 check(engine)
             prepared.result()
             tally = request_states(rows, collector, gate, engine, config, _reader(config, workspace), progress)
-    return conclude(collector, gate, workspace, tally)
+        return conclude(collector, gate, workspace, tally)
 
 
 def capture(
@@ -364,7 +367,8 @@ def conclude(collector: Collector, gate: ParityGate | None, workspace: Path, tal
     return report
 
 
-def _bytes_per_token(facts: VerifierFacts, layer_ids: Sequence[int], dtype: str) -> int:
+def bytes_per_token(facts: VerifierFacts, layer_ids: Sequence[int], dtype: str) -> int:
+    """Bytes of a token's states, id and mask in a set."""
     return StatesFacts(
         layer_ids=tuple(layer_ids), hidden_size=facts.hidden_size, dtype=dtype, verifier_fingerprint="", source=""
     ).bytes_per_token

@@ -30,8 +30,12 @@ def capture_share(
     verifier_dir: Path,
     home: Path,
     check: Callable[[Engine], None],
+    look: Callable[[], None],
 ) -> Tally:
     """Capture what the collector's share still misses, by one engine.
+
+    Args:
+        look: called again and again, also while the engine starts; what it raises ends the capture.
 
     Raises:
         CaptureError: a gate failed, or the engine died; finished shards are kept.
@@ -44,6 +48,7 @@ def capture_share(
     gate = ParityGate(rows, collector, config.model_copy(update=_BY_NEXT_TOKENS), verifier_dir, facts, False)
     gate.positions = [position for position in gate.positions if position in missing]
     gate.prepare()
-    with serve(station.runtime, station.spec, home=home) as engine:
+    with serve(station.runtime, station.spec, home=home, while_starting=look) as engine:
         check(engine)
-        return request_states(rows, collector, gate, engine, config, station.store.reader(), None)
+        reader = station.store.reader()
+        return request_states(rows, collector, gate, engine, config, reader, lambda done, total: look())

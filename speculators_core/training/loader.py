@@ -21,6 +21,8 @@ from speculators_core.types import Aligned, Batch, Objective, Sample
 
 log = logging.getLogger(__name__)
 
+_LOOK_S, _LEAVE_S = 0.5, 2.0
+
 
 class StateRow(Protocol):
     """One captured sequence as a state set hands it out (views of mapped memory are fine)."""
@@ -223,21 +225,26 @@ class StepLoader:
         supervised = tuple(bool(count.any()) for count in counts)
         return StepBatches(tuple(batches), supervised, mine, torch.stack(counts).sum(dim=0))
 
-    def steps(self, plan: Plan, start: int = 0) -> Generator[StepBatches]:
-        """Steps from `start` on, read ahead by a thread that ends with the iterator."""
+    def steps(self, plan: Plan, start: int = 0, waiting: Callable[[], None] = lambda: None) -> Generator[StepBatches]:
+        """Steps from `start` on, read ahead by a thread that ends with the iterator.
+
+        `waiting` is called now and then while one is waited for; what it raises ends the wait.
+        """
         jobs = range(start, self.num_steps(plan))
         order = (
             row for step in jobs for rows in self._of_step(plan, step)[self.rank :: self.world_size] for row in rows
         )
         with self.rows.expecting(order):
-            yield from _ahead(lambda step: self.load(plan, step), jobs, self.prefetch)
+            yield from _ahead(lambda step: self.load(plan, step), jobs, self.prefetch, waiting)
 
     def _of_step(self, plan: Plan, step: int) -> tuple[tuple[int, ...], ...]:
         """The packed rows that all ranks share in a step."""
         return plan.rows[step * self.per_step : (step + 1) * self.per_step]
 
 
-def _ahead(make: Callable[[int], StepBatches], jobs: Sequence[int], depth: int) -> Generator[StepBatches]:
+def _ahead(
+    make: Callable[[int], StepBatches], jobs: Sequence[int], depth: int, waiting: Callable[[], None]
+) -> Generator[StepBatches]:
     """make(job) for each job, in order, computed up to `depth` ahead in a thread. An error surfaces at its place."""
     ready: queue.Queue[StepBatches | BaseException] = queue.Queue(depth)
     stopped = threading.Event()
@@ -260,17 +267,24 @@ def _ahead(make: Callable[[int], StepBatches], jobs: Sequence[int], depth: int) 
                 put(error)
                 return
 
+    def take() -> StepBatches | BaseException:
+        while True:
+            try:
+                return ready.get(timeout=_LOOK_S)
+            except queue.Empty:
+                waiting()
+
     thread = threading.Thread(target=work, name="step-loader", daemon=True)
     thread.start()
     try:
         for _ in jobs:
-            item = ready.get()
+            item = take()
             if isinstance(item, BaseException):
                 raise item
             yield item
     finally:
         stopped.set()
-        thread.join(timeout=30)
+        thread.join(_LEAVE_S)  # one that waits for states which may never come ends when their stream is closed
 
 
 def _sample(row: StateRow, limit: int | None) -> Sample:

@@ -127,6 +127,8 @@ class Trainer:
                 self._epoch()
             self._each("on_finish")
         except BaseException as error:
+            if isinstance(error, Interrupted):  # on all ranks at once
+                self._each("on_interrupt")
             for callback in self.callbacks:
                 callback.on_error(self, error)
             raise
@@ -135,7 +137,8 @@ class Trainer:
         plan = self.rows.epoch_plan(self.config.seed, self.position.epoch)
         whole, self._counted = self.position.epoch_step == 0, 0.0
         asked = time.monotonic()
-        for batches in self.world.together(self.loader.steps(plan, self.position.epoch_step)):
+        steps = self.loader.steps(plan, self.position.epoch_step, self._require_undisturbed)
+        for batches in self.world.together(steps):
             waited = time.monotonic() - asked
             report = replace(self._step(batches), waited_s=waited)
             now = self.position
@@ -180,12 +183,18 @@ class Trainer:
         shared = self.world.sum(torch.cat([mine, batches.denominators]))
         self._counted += float(shared[2:].sum())
         if shared[1]:
-            self._each("on_interrupt")
-            raise Interrupted(
-                f"training stopped by {self._interrupt or 'another rank'} after step {self.position.step}",
-                mend="start the same command again: it goes on from this step",
-            )
+            raise self._interrupted()
         return int(shared[0]), shared[2:].clamp_min(1.0).to(self.world.device)
+
+    def _require_undisturbed(self) -> None:
+        if self._interrupt is not None:
+            raise self._interrupted()
+
+    def _interrupted(self) -> Interrupted:
+        return Interrupted(
+            f"training stopped by {self._interrupt or 'another rank'} after step {self.position.step}",
+            mend="start the same command again: it goes on from this step",
+        )
 
     def _forward_backward(self, batch: Batch, denominators: Tensor, index: int, batches: StepBatches) -> StepResult:
         is_last = index == len(batches.batches) - 1

@@ -11,6 +11,7 @@ Records live in what some process lends. A record must outlive its writer, so a 
     mooncake_master --rpc_port 50051 --metrics_port 9003
     python -m hs_connectors.backends.mooncake --master 127.0.0.1:50051 --segment-mib 16384
 
+`--with-master` starts the first, on loopback, from the second.
 Objects are pinned: nothing is evicted, a full store makes its writers wait. A value is 8 bytes of kind, the time as a
 little-endian double, then the payload. A master that comes back has forgotten its objects: their readers time out.
 """
@@ -26,10 +27,13 @@ import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,7 +73,8 @@ _NAMES = {
 }
 _PAUSES_S = (0.001, 0.05)
 _LISTED_AT_ONCE = 256
-_CONNECT_S = 5.0
+_CONNECT_S, _MASTER_S = 5.0, 30.0
+_LOOK_S = 0.5
 
 
 class MooncakeBackend:
@@ -269,21 +274,47 @@ def master_command(rpc_port: int, metrics_port: int, host: str = "127.0.0.1") ->
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Lend memory to a master until SIGTERM or SIGINT: the home of records that outlives engines and trainers."""
+    """Lend memory to a master until SIGTERM or SIGINT: the home of records that outlives engines and trainers.
+
+    Ends with status 1 where a master that it started itself has ended.
+    """
     parser = argparse.ArgumentParser(prog="python -m hs_connectors.backends.mooncake", description=main.__doc__)
     parser.add_argument("--master", required=True, metavar="HOST:PORT")
     parser.add_argument("--segment-mib", type=int, required=True, help="memory to lend, MiB")
     parser.add_argument("--local-hostname", default=_DEFAULTS["local_hostname"], help="how others reach this host")
     parser.add_argument("--protocol", choices=("tcp", "rdma"), default="tcp")
     parser.add_argument("--rdma-devices", default="", help="comma-separated")
+    parser.add_argument("--with-master", type=int, metavar="METRICS_PORT", help="start the master too, on 127.0.0.1")
     options = parser.parse_args(arguments)
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    backend = MooncakeBackend({**vars(options), "buffer_mib": 16})
-    backend.prepare()
-    log.info("lending %d MiB to %s", options.segment_mib, options.master)
-    stopped.wait()
+    settings = {name: value for name, value in vars(options).items() if name != "with_master"}
+    with _own_master(options.master, options.with_master) as lives:
+        MooncakeBackend({**settings, "buffer_mib": 16}).prepare()
+        log.info("lending %d MiB to %s", options.segment_mib, options.master)
+        while not stopped.wait(_LOOK_S):
+            if not lives():
+                sys.exit("the master has ended")
+
+
+@contextmanager
+def _own_master(address: str, metrics_port: int | None) -> Iterator[Callable[[], bool]]:
+    """A master for the length of a `with` block, which begins when it listens; whether it still lives."""
+    if metrics_port is None:
+        yield lambda: True
+        return
+    port = int(address.rpartition(":")[2])
+    with subprocess.Popen(master_command(port, metrics_port)) as master:
+        try:
+            deadline = time.monotonic() + _MASTER_S
+            while master.poll() is None and time.monotonic() < deadline:
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=_CONNECT_S):
+                    break
+                time.sleep(_PAUSES_S[1])
+            yield lambda: master.poll() is None
+        finally:
+            master.kill()
 
 
 if __name__ == "__main__":

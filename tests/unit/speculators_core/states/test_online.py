@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +172,30 @@ def test_interrupted_and_resumed_is_as_uninterrupted_and_what_was_kept_is_not_as
     kept = choose_kept(again.lengths, again.splits, again.facts.bytes_per_token, quota * 2**30)
     assert 5 < len(kept) < 29
     assert not {tuple(world.row(position).input_ids.tolist()) for position in kept} & set(engine.asked[before:])
+
+
+def test_a_stop_is_heard_while_no_engine_answers_and_what_was_learnt_is_saved(world: World, tmp_path: Path):
+    whole = trained(world, tmp_path / "whole", world.states)
+    engine = world.engine(delay_s=lambda: 0.02)
+    stream = world.stream(patience_s=600)
+    trainer = make_trainer(tmp_path / "run", config(), states=stream)
+
+    def stop() -> float:
+        while trainer.position.step < 4:
+            time.sleep(0.005)
+        engine.stop()
+        time.sleep(1)  # the window is empty by now
+        trainer.interrupt("SIGTERM")
+        return time.monotonic()
+
+    with ThreadPoolExecutor(1) as pool:
+        stopped = pool.submit(stop)
+        with pytest.raises(Interrupted, match=r"by SIGTERM after step \d"):
+            trainer.fit()
+    assert time.monotonic() - stopped.result() < 10
+    stream.close()
+    world.engine()
+    assert_same(whole, trained(world, tmp_path / "run", world.stream()))
 
 
 def test_an_engine_that_dies_in_mid_epoch_comes_back_on_another_port(world: World, tmp_path: Path):

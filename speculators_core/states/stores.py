@@ -1,0 +1,95 @@
+"""The store of our own engines where the recipe leaves it open: made on this host, and gone with its users."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from speculators_core.errors import CaptureError
+from speculators_core.processes import supervise
+from speculators_core.states.config import CaptureConfig
+
+log = logging.getLogger(__name__)
+
+_LEAST_BYTES = 256 << 20
+_START_S = 60.0
+_SHARED = Path("/dev/shm")
+
+
+@contextmanager
+def provided_store(
+    config: CaptureConfig, longest: int, bytes_per_token: int, home: Path, engines: int = 1
+) -> Iterator[CaptureConfig]:
+    """The capture's settings, of which `backend_config` names a store that exists for the length of a `with` block.
+
+    `mooncake` without settings gets a master and a process that lends it memory, on loopback; `shm` a space of its own.
+    There is room for twice the records of all requests in flight, were each as long as the longest row; a fuller store
+    makes its writers wait. All else stays as it is.
+
+    Args:
+        longest: tokens of that row.
+        bytes_per_token: of its states.
+        home: state root, for logs and pid files.
+        engines: how many write to it.
+
+    Raises:
+        CaptureError: the store does not start.
+    """
+    if config.backend_config or config.backend not in _PROVIDERS:
+        yield config
+        return
+    num_bytes = max(_LEAST_BYTES, 2 * config.concurrency * engines * longest * bytes_per_token)
+    with _PROVIDERS[config.backend](num_bytes, home) as settings:
+        yield config.model_copy(update={"backend_config": dict(settings)})
+
+
+@contextmanager
+def _shared_memory(num_bytes: int, home: Path) -> Iterator[Mapping[str, Any]]:
+    space = f"run-{uuid.uuid4().hex}"
+    try:
+        yield {"space": space, "max_bytes": num_bytes}
+    finally:
+        shutil.rmtree(_SHARED / f"draftsmith-{space}", ignore_errors=True)
+
+
+@contextmanager
+def _mooncake(num_bytes: int, home: Path) -> Iterator[Mapping[str, Any]]:
+    port, metrics_port = _free_ports(2)
+    master = f"127.0.0.1:{port}"
+    command = [sys.executable, "-m", "hs_connectors.backends.mooncake", "--master", master]
+    options = ["--segment-mib", str(-(-num_bytes >> 20)), "--with-master", str(metrics_port)]
+    text = home / "logs" / f"mooncake-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
+    with supervise([*command, *options], name="mooncake", home=home, log=text) as process:
+        deadline = time.monotonic() + _START_S
+        while "lending" not in (told := text.read_text(errors="replace")):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise CaptureError(
+                    f"Mooncake's store did not start: {told[-1000:]}\n  log: {text}",
+                    mend="install draftsmith-hs-connectors[mooncake] and Debian's libibverbs1 and librdmacm1, or use "
+                    "capture.backend file or shm",
+                )
+            time.sleep(0.1)
+        log.info("mooncake's master is at %s, log=%s", master, text)
+        yield {"master": master, "admin": f"127.0.0.1:{metrics_port}"}
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+_PROVIDERS: Mapping[str, Callable[[int, Path], AbstractContextManager[Mapping[str, Any]]]] = {
+    "mooncake": _mooncake,
+    "shm": _shared_memory,
+}
