@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculators_core.losses.closed_form import LOSSES, Distribution, Pair
+from speculators_core.losses.closed_form import LOSSES, Distribution, Pair, Slope
 from speculators_core.losses.terms import LossTerm
 
 DEFAULT_CHUNK = 128
@@ -214,6 +214,7 @@ def _losses(
     losses_SUN = torch.zeros(steps, count, len(plan.terms), device=rows_SU.device)
     correct_SU = torch.zeros(steps, count, dtype=torch.bool, device=rows_SU.device)
     acceptance_SU = torch.zeros_like(weights_SU) if plan.want_acceptance else None
+    columns = None if columns_grad is None else _ColumnsGradient(columns_grad, plan.chunk, plan.compute)
     for start in range(0, count, plan.chunk):
         window = slice(start, min(start + plan.chunk, count))
         verifier = Distribution(plan.target_logits(window))
@@ -245,41 +246,71 @@ def _losses(
                     logits_uD *= plan.logit_scale
                 pair = Pair(Distribution(logits_uD), pair_verifier, hard_u)
                 correct_SU[step, targets_u] = pair.draft.agrees_N(pair_verifier) & present_u
-                if acceptance_SU is not None:
-                    acceptance_SU[step, targets_u] = pair.acceptance_N.float() * present_u
                 if plan.candidates is not None:
                     wanted = plan.candidates.best_SUK.shape[-1]
                     best_uK = torch.topk(logits_uD, wanted).indices if wanted > 1 else pair.draft.top_N[:, None]
                     plan.candidates.best_SUK[step, targets_u] = best_uK
                     plan.candidates.mass_SUK[step, targets_u] = pair_verifier.probs_ND.gather(1, best_uK).float()
-                grad_uD: Tensor | None = None
+                slope = Slope()
                 for number, term in enumerate(plan.terms):
-                    loss_u, term_grad_uD = LOSSES[term.name](pair)
+                    loss_u, term_slope = LOSSES[term.name](pair)
                     losses_SUN[step, targets_u, number] = loss_u.float() * present_u
-                    if grads_SRH is None:
-                        continue
-                    if grad_uD is None:
-                        grad_uD = term_grad_uD if term.weight == 1.0 else term_grad_uD * term.weight
-                    else:
-                        grad_uD = grad_uD.add(term_grad_uD, alpha=term.weight)
+                    slope = slope.plus(term_slope.times(term.weight))
+                if acceptance_SU is not None:
+                    acceptance_SU[step, targets_u] = (1.0 - pair.rejection_N).float() * present_u
                 if grads_SRH is None:
                     continue
-                assert grad_uD is not None
-                scale_u1 = (weights_u * plan.logit_scale)[:, None]  # on [u, C], where it costs nothing
+                grad_uD = slope.times(weights_u * plan.logit_scale).formed(pair)
                 if shared:
-                    weighted_uD = grad_uD * scale_u1
-                    shared_grad_uD = weighted_uD if shared_grad_uD is None else shared_grad_uD.add_(weighted_uD)
-                grad_uD = grad_uD.to(plan.compute)
+                    shared_grad_uD = grad_uD if shared_grad_uD is None else shared_grad_uD.add_(grad_uD)
+                grad_uD = grad_uD.to(plan.compute) if columns is None else columns.add(grad_uD, own_uC)
                 # rows of a step are distinct apart from the weightless stand-ins, so adding is exact
-                grad_uC = (grad_uD @ head[:, shared:]).to(scale_u1.dtype) * scale_u1
+                grad_uC = grad_uD @ head[:, shared:]
                 grads_SRH[step][:, shared:].index_add_(0, safe_u, grad_uC.to(grads_SRH[step].dtype))
-                if columns_grad is not None:
-                    weighted_uC = (own_uC[:, -columns_grad.shape[1] :] * scale_u1).to(plan.compute)
-                    columns_grad.add_(grad_uD.T @ weighted_uC)  # as autocast forms any weight's gradient
             if grads_SRH is not None and shared_grad_uD is not None:
                 grad_uH = shared_grad_uD.to(plan.compute) @ head[:, :shared]
                 grads_SRH[link][:, :shared].index_add_(0, safe_u, grad_uH.to(grads_SRH[link].dtype))
+    if columns is not None:
+        columns.settle()
     return losses_SUN, correct_SU, acceptance_SU
+
+
+class _ColumnsGradient:
+    """The gradient of trained columns [D, C], formed for a few pairs at a time: adding it up costs as much as forming.
+
+    Args:
+        grad_DC: what is added to, by `settle` at the latest.
+        chunk: largest number of rows of a pair.
+        compute: dtype that gradients of logits are rounded to, as autocast does.
+    """
+
+    PAIRS = 4
+
+    def __init__(self, grad_DC: Tensor, chunk: int, compute: torch.dtype) -> None:
+        self._grad_DC = grad_DC
+        self._grads_ND = grad_DC.new_empty(self.PAIRS * chunk, grad_DC.shape[0], dtype=compute)
+        self._states: list[Tensor] = []
+        self._filled = 0
+
+    def add(self, grad_uD: Tensor, states_uC: Tensor) -> Tensor:
+        """Take the gradient of logits, and the states whose last C columns they are products of.
+
+        Returns:
+            The gradient, rounded; good until the next call.
+        """
+        if self._filled + grad_uD.shape[0] > self._grads_ND.shape[0]:
+            self.settle()
+        rounded_uD = self._grads_ND[self._filled : self._filled + grad_uD.shape[0]].copy_(grad_uD)
+        self._filled += grad_uD.shape[0]
+        self._states.append(states_uC[:, -self._grad_DC.shape[1] :])
+        return rounded_uD
+
+    def settle(self) -> None:
+        """Add what is pending."""
+        if self._states:
+            self._grad_DC.add_(self._grads_ND[: self._filled].T @ torch.cat(self._states))
+            self._states.clear()
+            self._filled = 0
 
 
 class _UnrolledLoss(torch.autograd.Function):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from speculators_core.losses.best import best_index
 from speculators_core.types import Aligned, Sample
 
 ROUNDING, TARGET_ROUNDING = 64, 32
@@ -116,7 +117,7 @@ def walk_reply(aligned: Aligned, k: int, states: Propose, d2t: Tensor | None, he
 def best_tokens(hidden_RH: Tensor, head_DH: Tensor, d2t: Tensor | None, chunk: int) -> Tensor:
     """Verifier ids [R] of the largest logits, the first ones on ties."""
     head_DH = head_DH.to(hidden_RH.dtype)
-    best_R = torch.cat([(part @ head_DH.T).argmax(-1) for part in torch.split(hidden_RH, chunk)])
+    best_R = torch.cat([best_index(part @ head_DH.T) for part in torch.split(hidden_RH, chunk)])
     return best_R if d2t is None else best_R + d2t[best_R]
 
 

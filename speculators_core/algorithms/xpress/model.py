@@ -12,6 +12,7 @@ from speculators_core.algorithms._blocks.block_draft import BlockDraft
 from speculators_core.algorithms._blocks.geometry import LayerGeometry
 from speculators_core.algorithms._blocks.refiner import BlockRefiner
 from speculators_core.algorithms._blocks.vocabulary import ReducedVocabulary
+from speculators_core.losses.best import best_index
 
 if TYPE_CHECKING:
     from speculators_core.algorithms.xpress.config import XPressConfig
@@ -85,7 +86,7 @@ class XPressDraft(BlockDraft):
             states = self.refiner_head.states(hidden)
             logits, found = base, []
             for turn in range(count + 1):
-                best = self._verifier_ids(logits.argmax(dim=-1))
+                best = self._verifier_ids(best_index(logits))
                 moved = torch.cat((known_mB[:, :known], best[:, known - 1 : -1]), dim=1)
                 found.append(best if turn == count else moved)
                 if turn < count:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from speculators_core.algorithms._blocks.block_knobs import check_blocks
 from speculators_core.algorithms._blocks.block_objective import chance_weights, expected_count, learned_blocks
 from speculators_core.algorithms.dflash.build import build
-from speculators_core.algorithms.dflash.config import DFlashConfig, check
+from speculators_core.algorithms.dflash.config import DFlashConfig
 from speculators_core.algorithms.dflash.export import export
 from speculators_core.algorithms.dflash.model import DFlashDraft
 from speculators_core.algorithms.dflash.objective import DFlashObjective
@@ -243,8 +244,8 @@ def test_wrong_knobs_are_refused(knobs: dict[str, Any], complaint: str) -> None:
 
 def test_what_does_not_suit_the_recipe_is_refused_before_capture(verifier: Path) -> None:
     plan = DraftPlan(verifier, VOCAB, None, row_tokens=16, allow_unservable=False)
-    check(DFlashConfig(block_size=8, mask_token_id=VOCAB - 1), plan)
+    check_blocks(DFlashConfig(block_size=8, mask_token_id=VOCAB - 1), plan)
     with pytest.raises(ConfigError, match="block_size is 16"):
-        check(DFlashConfig(block_size=16), plan)
+        check_blocks(DFlashConfig(block_size=16), plan)
     with pytest.raises(ConfigError, match="mask_token_id"):
-        check(DFlashConfig(block_size=8, mask_token_id=VOCAB), plan)
+        check_blocks(DFlashConfig(block_size=8, mask_token_id=VOCAB), plan)

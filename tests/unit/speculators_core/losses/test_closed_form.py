@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speculators_core.errors import ConfigError
-from speculators_core.losses.closed_form import LOSSES, Distribution, Pair
+from speculators_core.losses.closed_form import LOSSES, Distribution, Pair, Slope
 from speculators_core.losses.terms import LOSS_NAMES, LossTerm, parse_loss
 
 GOLDEN = json.loads((Path(__file__).parents[3] / "fixtures" / "numeric" / "elementwise_losses.json").read_text())
@@ -47,7 +47,9 @@ def test_gradients_are_those_of_the_definitions(name: str, spread: float) -> Non
     generator = torch.Generator().manual_seed(5)
     z_q = torch.randn(16, 40, generator=generator, dtype=torch.float64) * spread
     z_p = torch.randn(16, 40, generator=generator, dtype=torch.float64) * spread
-    loss, gradient = LOSSES[name](Pair(Distribution(z_q), Distribution(z_p)))
+    pair = Pair(Distribution(z_q), Distribution(z_p))
+    loss, slope = LOSSES[name](pair)
+    gradient = slope.formed(pair)
     z_q.requires_grad_()
     expected = plain(name, z_q, z_p)
     torch.testing.assert_close(loss, expected.detach())
@@ -57,9 +59,21 @@ def test_gradients_are_those_of_the_definitions(name: str, spread: float) -> Non
 
 def test_the_acceptance_loss_is_flat_without_overlap() -> None:
     apart = Pair(Distribution(torch.tensor([[50.0, -50.0]])), Distribution(torch.tensor([[-50.0, 50.0]])))
-    loss, gradient = LOSSES["nla"](apart)
+    loss, slope = LOSSES["nla"](apart)
     assert float(loss) == pytest.approx(-torch.tensor(1e-5).log().item())
-    assert not gradient.any()
+    assert not slope.formed(apart).any()
+
+
+def test_a_sum_of_losses_has_the_sum_of_their_gradients() -> None:
+    generator = torch.Generator().manual_seed(6)
+    z_q, z_p = (torch.randn(8, 20, generator=generator, dtype=torch.float64) for _ in range(2))
+    pair, weights = Pair(Distribution(z_q), Distribution(z_p)), torch.rand(8, generator=generator, dtype=torch.float64)
+    slopes = [LOSSES[name](pair)[1] for name in LOSS_NAMES]
+    whole = Slope()
+    for number, slope in enumerate(slopes):
+        whole = whole.plus(slope.times(number + 1.0).times(weights))
+    apart = sum((slope.formed(pair) * (number + 1.0) * weights[:, None] for number, slope in enumerate(slopes)))
+    torch.testing.assert_close(whole.formed(pair), apart)
 
 
 def test_the_first_of_equal_logits_is_the_favourite() -> None:
