@@ -14,6 +14,9 @@ from speculators_core.types import StrictModel
 
 log = logging.getLogger(__name__)
 
+_TIMEOUT_S = 900
+"""Half a minute of processor time, on machines that do other things besides."""
+
 # Runs inside the runtime. Every architecture's class is loaded, since only the class knows its interfaces.
 _PROBE = """
 import json
@@ -136,8 +139,10 @@ def probe_capabilities(runtime: Runtime, *, home: Path) -> Capabilities:
             return Capabilities.model_validate_json(kept.read_text())
         except ValidationError:
             log.info("the kept answer of vLLM %s is of another form; asking again", info.vllm)
+    log.info("vLLM %s loads each of its model classes, to say what it can serve: a minute, once", info.vllm)
     python = Path(runtime.python).expanduser().absolute()
-    answer = ask_interpreter(python, _PROBE, variables={"DRAFTSMITH_MODEL_RUNNER": info.model_runner})
+    variables = {"DRAFTSMITH_MODEL_RUNNER": info.model_runner}
+    answer = ask_interpreter(python, _PROBE, variables=variables, timeout_s=_TIMEOUT_S)
     found = Capabilities.model_validate_json(answer)
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(kept, lambda part: part.write_text(found.model_dump_json(indent=1) + "\n"))

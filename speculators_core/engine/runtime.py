@@ -172,11 +172,13 @@ def _run_probe(python: Path) -> RuntimeInfo:
     return RuntimeInfo.model_validate_json(ask_interpreter(python, _PROBE))
 
 
-def ask_interpreter(python: Path, program: str, *, variables: Mapping[str, str] | None = None) -> str:
+def ask_interpreter(
+    python: Path, program: str, *, variables: Mapping[str, str] | None = None, timeout_s: float = _PROBE_TIMEOUT_S
+) -> str:
     """Run a program in a runtime's interpreter; what it prints after the word DRAFTSMITH on one line.
 
     Raises:
-        EngineError: it cannot be run, or ends without an answer. EngineTimeout: it takes longer than three minutes.
+        EngineError: it cannot be run, or ends without an answer. EngineTimeout: it takes longer than `timeout_s`.
     """
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     environment |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -189,11 +191,11 @@ def ask_interpreter(python: Path, program: str, *, variables: Mapping[str, str] 
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_PROBE_TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise EngineTimeout(f"{python} did not say which vLLM it has within {_PROBE_TIMEOUT_S} s") from None
+        raise EngineTimeout(f"{python} did not say which vLLM it has within {timeout_s:.0f} s") from None
     except OSError as error:
         raise EngineError(f"{python} cannot be run: {error}", mend="point the runtime at an interpreter") from error
     for line in answer.stdout.splitlines():
