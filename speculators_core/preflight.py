@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from speculators_core import registry
-from speculators_core.build import export_untrained, try_warm_start
 from speculators_core.config import Recipe
 from speculators_core.data.prepare import check_content
 from speculators_core.data.rows import RowSet
 from speculators_core.data.template import ChatTemplate
+from speculators_core.drafts import export_untrained, try_warm_start
 from speculators_core.engine.client import GenerationRequest
 from speculators_core.engine.config import ServerSpec
 from speculators_core.engine.server import serve

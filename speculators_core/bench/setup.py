@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from speculators_core.bench.cases import case
-from speculators_core.build import algorithm_of, open_states, supervised_counts
+from speculators_core.build import open_states, supervised_counts
+from speculators_core.drafts import algorithm_of
 from speculators_core.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig, ValidationConfig
 from speculators_core.training.request import TrainRequest
 from speculators_core.types import StrictModel

@@ -25,7 +25,7 @@ from pydantic import Field
 from speculators_core.bench.cases import case
 from speculators_core.bench.peer import prepare_peer
 from speculators_core.bench.setup import BenchSettings, batches_of, build_model, request_of, rows_of
-from speculators_core.build import algorithm_of
+from speculators_core.drafts import algorithm_of
 from speculators_core.errors import ConfigError, TrainingError
 from speculators_core.processes import supervise
 from speculators_core.training.callbacks.base import Callback

@@ -97,10 +97,10 @@ def export(run: Run, training: ArtifactRef) -> StageResult:
     key = input_digest("export", VERSIONS["draft"], {**inputs, **settings})
 
     def build(workspace: Path) -> dict[str, Any]:
-        from speculators_core import build as trainer
+        from speculators_core import drafts
 
         trained = run.store.path(training)
-        trainer.export(train_request(run, Path(), trained), trained, publish, workspace, card)
+        drafts.export(train_request(run, Path(), trained), trained, publish, workspace, card)
         began = run.store.manifest(training).meta.get("began_from")
         return {"verifier": publish, "algorithm": str(run.recipe.algorithm["kind"]), "began_from": began}
 

@@ -19,7 +19,7 @@ CORE_LAYERS = (
     {"engine", "formats", "verifier", "losses", "metrics"},
     {"states", "data"},
     {"algorithms", "training", "registry"},
-    {"build", "training_process", "convert"},
+    {"build", "drafts", "training_process", "convert"},
     {"evaluation"},
     {"lifecycle"},
     {"serving"},

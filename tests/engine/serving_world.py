@@ -113,7 +113,7 @@ class ServingWorld:
 @contextmanager
 def serving_world(root: Path, verifier: Path, runtime: Runtime) -> Iterator[ServingWorld]:
     """A fresh state root under `root` that `settings()` answers with, as long as the block lasts."""
-    from speculators_core.build import export_untrained
+    from speculators_core.drafts import export_untrained
     from speculators_core.formats.card import ModelCard
     from tasks.adapters.settings import settings
     from tasks.observe import tracking

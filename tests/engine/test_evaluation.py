@@ -78,7 +78,7 @@ def world(verifier_dir, runtime, engine_home, tmp_path_factory) -> World:
 @pytest.fixture(scope="module")
 def untrained(verifier_dir, tmp_path_factory) -> Path:
     """A random draft of the demo's shape that names its verifier by a hub id which is not here."""
-    from speculators_core.build import export_untrained
+    from speculators_core.drafts import export_untrained
     from speculators_core.formats.card import ModelCard
 
     return export_untrained(

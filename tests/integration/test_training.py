@@ -16,7 +16,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from speculators_core.build import export, train
+from speculators_core.build import train
+from speculators_core.drafts import export
 from speculators_core.errors import BudgetError, ConfigError, Interrupted, TrainingError
 from speculators_core.formats.card import ModelCard
 from speculators_core.states.collect import Collector
@@ -127,7 +128,7 @@ def start(request: TrainRequest, log: Path) -> subprocess.Popen[bytes]:
 
 
 def wait_for_step(output: Path, step: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         if any(line["step"] >= step for line in read_metrics(output / "metrics.jsonl")):
             return

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from speculators_core import stages
-from speculators_core.build import export_untrained
 from speculators_core.config import Recipe
+from speculators_core.drafts import export_untrained
 from speculators_core.errors import ConfigError, FormatError
 from speculators_core.formats.card import ModelCard
 from speculators_core.preflight import check_warm_start
