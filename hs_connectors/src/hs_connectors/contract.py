@@ -104,7 +104,8 @@ class Backend(Protocol):
     def publish(self, key: str, payload: Payload) -> None:
         """Make a payload visible, whole or not at all; StorageError leaves nothing behind.
 
-        A bounded store may wait a while for readers to make room: that is how it slows its writers.
+        A bounded store may wait a while for readers to make room: that is how it slows its writers. When this returns,
+        the payload's memory is the caller's again.
         """
         ...
 

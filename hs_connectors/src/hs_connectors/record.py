@@ -41,8 +41,8 @@ _DTYPES = {
 _ALIGNMENT = 8
 
 
-def pack(record: Record, codec: str = "none") -> bytearray:
-    """The record as bytes.
+def pack(record: Record, codec: str = "none", memory: bytearray | None = None) -> memoryview:
+    """The record as bytes, which lie in `memory` where that is large enough: fresh pages cost twice what the copy does.
 
     Raises SettingsError where shapes, dtype and layer ids disagree, RecordNotFinite where a state is NaN or
     infinite, UnknownName for the codec.
@@ -59,7 +59,7 @@ def pack(record: Record, codec: str = "none") -> bytearray:
         "extra": json.dumps(dict(record.extra)),
         "crc32": _NO_CRC.decode(),
     }
-    payload = _serialise(tensors, metadata)
+    payload = _serialise(tensors, metadata, memory or bytearray())
     at = _crc_position(payload)
     payload[at : at + 8] = b"%08x" % crc32(payload)
     return payload
@@ -124,7 +124,7 @@ def _check_shapes(record: Record) -> None:
         raise SettingsError(f"a {record.dtype} record of int64 tokens, got {states.dtype} and {ids.dtype}")
 
 
-def _serialise(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytearray:
+def _serialise(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], memory: bytearray) -> memoryview:
     """The safetensors payload of these tensors: length of the header, header, tensors without gaps."""
     names = {dtype: name for name, dtype in _DTYPES.items()}
     order = list(names)
@@ -137,7 +137,8 @@ def _serialise(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str])
         placed.append((begin, tensor))
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    payload = bytearray(8 + len(text) + end)
+    size = 8 + len(text) + end
+    payload = memoryview(memory if len(memory) >= size else bytearray(size))[:size]
     payload[:8] = len(text).to_bytes(8, "little")
     payload[8 : 8 + len(text)] = text
     for begin, tensor in placed:

@@ -106,6 +106,15 @@ class BackendContract:
         for timeout_s in (0, 0.1):
             _expect(RecordTimeout, reader, timeout_s)
 
+    def test_a_record_is_its_stores_own(self, tmp_path: Path) -> None:
+        """A writer packs the next one into the same memory."""
+        writer, reader = self.open(tmp_path)
+        records = {f"key-{tokens}": make_record(tokens, seed=tokens) for tokens in (50, 40, 30)}
+        for key, record in records.items():
+            writer.put(key, record)
+        for key, record in records.items():
+            assert_same(reader.get(Handle(self.backend_name, key), 5), record)
+
     def test_a_refused_record_is_not_visible(self, tmp_path: Path) -> None:
         """NaN and infinity never reach a reader."""
         writer, reader = self.open(tmp_path)
@@ -125,7 +134,7 @@ class BackendContract:
         config = self.make_config(tmp_path)
         backend, reader = open_backend(self.backend_name, config), open_reader(self.backend_name, config)
         backend.prepare()
-        payload = pack(make_record())
+        payload = bytes(pack(make_record()))
         for at in (payload.index(b"test"), len(payload) - 1, len(payload) - 60):
             torn = bytearray(payload)
             torn[at] ^= 1
@@ -137,7 +146,7 @@ class BackendContract:
         config = self.make_config(tmp_path)
         backend, reader = open_backend(self.backend_name, config), open_reader(self.backend_name, config)
         backend.prepare()
-        payload = pack(make_record())
+        payload = bytes(pack(make_record()))
         for length in (0, 7, 40, len(payload) - 1):
             backend.publish("key", payload[:length])
             _expect(RecordError, reader, 1)

@@ -36,7 +36,7 @@ def seal(payload: bytes) -> bytearray:
 
 
 def metadata_of(record: Record) -> dict[str, str]:
-    payload = pack(record)
+    payload = bytearray(pack(record))
     header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
     return {**header["__metadata__"], "crc32": "00000000"}
 
@@ -71,7 +71,7 @@ def test_a_hostile_header_with_a_right_checksum_is_no_record(entry: object) -> N
 
 
 def test_the_header_says_what_the_specification_says() -> None:
-    payload = pack(make_record())
+    payload = bytearray(pack(make_record()))
     header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
     metadata = header["__metadata__"]
     assert set(metadata) == {
@@ -88,7 +88,7 @@ def test_packing_a_view_stores_the_view() -> None:
 
 
 def test_every_byte_is_covered_by_the_checksum() -> None:
-    payload = pack(make_record(2))
+    payload = bytearray(pack(make_record(2)))
     for at in range(len(payload)):
         torn = bytearray(payload)
         torn[at] ^= 0x10
