@@ -21,6 +21,11 @@ class BookContent(StrictModel):
     seats: int = Field(ge=1, description="engines that there should be")
 
     @property
+    def starting(self) -> bool:
+        """Whether somebody starts an engine just now: it will answer, or be told as lost."""
+        return len(self.engines) + len(self.lost) < self.seats
+
+    @property
     def hopeless(self) -> str | None:
         """Why no engine will come any more; None while one may."""
         return "; ".join(self.lost.values()) if len(self.lost) == self.seats else None

@@ -88,7 +88,10 @@ class HiddenStatesConfig(StrictModel):
     )
     cache_gib: float = Field(0.0, ge=0, description="with hybrid: bytes of training rows kept for later epochs, GiB")
     patience_s: float = Field(
-        300.0, gt=0, description="how long training waits while no engine answers before it stops with the cause, s"
+        300.0,
+        gt=0,
+        description="how long training waits while no engine answers, and none is being started, before it stops with "
+        "the cause, s",
     )
     restarts: int = Field(3, ge=0, description="times that each engine of ours is started again after it died")
     lease_s: float = Field(

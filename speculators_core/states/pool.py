@@ -181,6 +181,8 @@ class EnginePool:
                 assert server.url is not None and server.store is not None
                 self._engines[seat] = _Engine(server, server.store.reader())
                 log.info("engine %s is at %s", seat, server.url)
+        if content.starting:
+            self._silent_since = None  # who starts it has a limit of its own
         if content.hopeless is not None and not self._engines:
             self._broken = CaptureError(f"no engine is left: {content.hopeless}")
 

@@ -236,6 +236,17 @@ def test_without_any_engine_the_cause_is_told_to_every_reader(world: World):
                 read(stream, position)
 
 
+def test_an_engine_that_is_being_started_is_waited_for_beyond_all_patience(world: World):
+    world.engine().stop()
+    world.book.strike("0")
+    stream = world.stream(patience_s=0.2)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read, stream, 3)
+        time.sleep(1.5)
+        world.engine()
+        assert torch.equal(reading.result(), world.row(3).hidden_states)
+
+
 def test_where_nobody_starts_it_again_there_is_no_waiting(world: World):
     world.engine().stop()
     stream = world.stream(patience_s=60)
