@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from speculators_core.engine.runtime import RuntimeInfo
 from speculators_core.run import Run
 from speculators_core.states.sets import StateSet
 from speculators_core.types import ArtifactRef
-from tests.environment import ROOT
+from tests.environment import ROOT, child_environment
 from tests.integration.test_training import assert_same, last_checkpoint, states, verifier
 
 __all__ = ["states", "verifier"]  # fixtures
@@ -101,3 +103,44 @@ def test_an_engine_killed_in_mid_epoch_comes_back_on_another_port_and_the_draft_
     assert not list((tmp_path / "home" / "engines").glob("*.json")), "no engine is left behind"
     assert not list((tmp_path / "home").rglob(".online")) and not (directory / ".online").exists()
     assert stages.train(run_of(mode="hybrid", cache_gib=1), dataset).cached, "how states travel is no part of the key"
+
+
+CAPTURING = """
+import sys
+from speculators_core.config import Recipe
+from speculators_core.types import ArtifactRef
+from tasks import stages
+from tasks.policies import pipeline_flow
+
+@pipeline_flow("capturing")
+def capturing(recipe: Recipe, dataset: ArtifactRef) -> None:
+    stages.captured(recipe, dataset)
+
+capturing(Recipe.model_validate_json(sys.argv[1]), ArtifactRef.model_validate_json(sys.argv[2]))
+"""
+
+
+def test_a_signal_while_several_engines_start_is_heard_by_all_of_them(
+    run_of: Callable[..., Run], states: Path, tmp_path: Path
+) -> None:
+    """Each is waited for in a thread of its own, which Prefect cannot stop and waits for."""
+    run = run_of(engines=2)
+    dataset, _ = publish(run, states)
+    python, started = tmp_path / "env" / "bin" / "python", tmp_path / "started"
+    python.write_text(python.read_text().replace("exec", f"echo x >> {started}; exec sleep 300; exec"))
+    argv = [sys.executable, "-c", CAPTURING, run.recipe.model_dump_json(), dataset.model_dump_json()]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(argv, env=child_environment(run.home), cwd=ROOT, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 300
+        while not started.exists() or started.read_text() != "x\nx\n":
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.1)
+        signalled = time.monotonic()
+        process.terminate()
+        process.wait(120)
+        assert time.monotonic() - signalled < 30
+        assert not list((run.home / "engines").glob("*.json"))
+    finally:
+        process.kill()
+        process.wait()
