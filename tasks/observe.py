@@ -124,13 +124,32 @@ def follower(child: StageRun, file: str | None) -> Callable[[Path], AbstractCont
     return lambda workspace: follow_metrics(workspace / file, child)
 
 
+class TimeLeft:
+    """Seconds left, from the pace since the first look: what was done by then, or a start-up, is no part of it."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int] | None = None
+        self._latest = (0.0, 0)
+
+    def __call__(self, now: float, done: int, total: int) -> float | None:
+        """From `done` of `total` at second `now`; None before anything was done."""
+        if self._first is None:
+            self._first = self._latest = (now, done)
+        if done != self._latest[1]:
+            self._latest = (now, done)
+        (began, before), (moved, done) = self._first, self._latest
+        if done <= before:
+            return None
+        return max((total - done) * (moved - began) / (done - before) - (now - moved), 0.0)
+
+
 class Progress:
     """Shows (done, total) in Prefect's UI and, less often, in the log."""
 
     def __init__(self, stage: str) -> None:
         self.stage = stage
         self._artifact: Any = None
-        self._started = time.monotonic()
+        self._left = TimeLeft()
         self._shown = self._logged = 0.0
         self._ended = False
 
@@ -138,14 +157,15 @@ class Progress:
         """Note progress; cheap when called often."""
         now = time.monotonic()
         share = done / total if total else 1.0
+        left = self._left(now, done, total)
         last = done >= total and not self._ended
         self._ended = done >= total
         if self._ended and not last:
             return
         if now - self._logged >= LOG_EVERY_S or last:
             self._logged = now
-            left = (now - self._started) * (1 - share) / share if share else float("nan")
-            log.info("stage=%s progress=%d/%d (%.0f %%), about %.0f s left", self.stage, done, total, 100 * share, left)
+            told = "" if left is None else f", about {left:.0f} s left"
+            log.info("stage=%s progress=%d/%d (%.0f %%)%s", self.stage, done, total, 100 * share, told)
         if now - self._shown >= SHOW_EVERY_S or last:
             self._shown = now
             self._show(100 * share)
