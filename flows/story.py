@@ -108,8 +108,11 @@ class Story:
         started = time.monotonic()
         (reaction,) = watch([str(self.recipe_file)], react_to_changes=False)
         found = reaction.finding
-        changed = f"{', '.join(found.changes)} changed" if found.changes else "nothing changed since it was proven"
-        self.tell(f"watch, after {time.monotonic() - started:.1f} s: {changed}; to do: {found.action}")
+        if found.version is None:
+            seen = "no champion yet"
+        else:
+            seen = f"{', '.join(found.changes)} changed" if found.changes else "nothing changed since it was proven"
+        self.tell(f"watch, after {time.monotonic() - started:.1f} s: {seen}; to do: {found.action}")
         for reason in found.reasons:
             self.tell(f"  because {reason}")
         return found
