@@ -24,6 +24,11 @@ def main(job_file: str) -> None:
     accelerator = import_module("torch").accelerator  # the loader asks one for its memory, also where there is none
     accelerator.empty_cache, accelerator.max_memory_allocated = lambda: None, lambda *args: 0
     accelerator.reset_peak_memory_stats = lambda *args: None
+    # what its model runner lacks here is no matter of what it loads
+    config_module.VllmConfig._get_v1_model_runner_unsupported_features = lambda self: []
+    # nor is how a layer packs what it was given
+    loader: Any = import_module("vllm.model_executor.model_loader.base_loader")
+    loader.process_weights_after_loading = lambda *args: None
     found: dict[str, dict[str, str]] = {}
     for task in job["loads"]:
         told = {"model": task["draft"], "method": task["method"], "num_speculative_tokens": task["tokens"]}
