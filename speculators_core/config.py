@@ -12,11 +12,12 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from annotated_types import Le, Lt
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from speculators_core import registry
@@ -30,10 +31,11 @@ from speculators_core.lifecycle.config import GateConfig
 from speculators_core.serving.config import ServeConfig
 from speculators_core.states.config import CaptureConfig, HiddenStatesConfig
 from speculators_core.training.config import TrainingConfig
-from speculators_core.types import StrictModel
+from speculators_core.types import MOST_TOKENS, StrictModel
 
 NAME = r"^[a-z0-9][a-z0-9-]*$"
 _MAX_NAME = 128  # it becomes part of file names
+_MOST = 2**31 - 1  # of a number without a bound of its own: what engines, torch and clocks still take
 _MAX_VALUES = 100_000  # a recipe has dozens; anchors can be nested so that a few lines stand for billions
 
 
@@ -80,7 +82,7 @@ class Recipe(StrictModel):
     hidden_states: HiddenStatesConfig = Field(default_factory=HiddenStatesConfig)
     algorithm: dict[str, Any] = Field(description="`kind`, and that algorithm's own knobs")
     draft_vocabulary: int | None = Field(
-        None, ge=1, description="size of the draft's vocabulary; null keeps the verifier's"
+        None, ge=1, le=MOST_TOKENS, description="size of the draft's vocabulary; null keeps the verifier's"
     )
     draft_vocabulary_from: str | None = Field(
         None,
@@ -240,10 +242,29 @@ Model = typing.TypeVar("Model", bound=BaseModel)
 def validate(model: type[Model], content: Mapping[str, Any], *, where: str) -> Model:
     """Build a model, or raise a ConfigError with one line for each thing that is wrong."""
     try:
-        return model.model_validate(content)
+        made = model.model_validate(content)
     except ValidationError as error:
         lines = [describe(model, problem) for problem in error.errors()]
         raise ConfigError(f"{where}: " + "; ".join(lines)) from None
+    if absurd := [describe(model, problem) for problem in _absurd_numbers(made)]:
+        raise ConfigError(f"{where}: " + "; ".join(absurd))
+    return made
+
+
+def _absurd_numbers(value: object, location: tuple[str | int, ...] = ()) -> Iterator[dict[str, Any]]:
+    """Numbers beyond every machine, such as \"inf\" as a text, as pydantic would tell of them."""
+    if isinstance(value, BaseModel):
+        for name, field in type(value).model_fields.items():
+            if not any(isinstance(bound, Le | Lt) for bound in field.metadata):
+                yield from _absurd_numbers(getattr(value, name), (*location, name))
+    elif isinstance(value, dict):  # whole numbers in it may be bytes of somebody's buffer
+        for key, part in value.items():
+            yield from () if isinstance(part, int) else _absurd_numbers(part, (*location, str(key)))
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield from _absurd_numbers(part, (*location, index))
+    elif isinstance(value, int | float) and not abs(value) <= _MOST:
+        yield {"type": "less_than_equal", "loc": location, "input": value, "ctx": {"le": _MOST}}
 
 
 def describe(model: type[BaseModel], problem: Any) -> str:

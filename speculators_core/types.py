@@ -21,12 +21,18 @@ if TYPE_CHECKING:  # keeps `import speculators_core.types` free of torch: comman
 # a named alias, because pydantic follows a plain recursive union for ever
 Json = TypeAliasType("Json", "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None")
 Split = Literal["train", "validation", "evaluation"]
+MOST_TOKENS = 2**24
+"""Of one row, context or vocabulary: far beyond every model, and small enough to allocate."""
 
 
 class StrictModel(BaseModel):
     """Base of every configuration and record: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+MOST_DRAFTED = 256
+"""Tokens at a time: no draft has been of use beyond a tenth of them."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +238,8 @@ ProgressCallback = Callable[[int, int], None]
 """Called with (done, total) now and then by long work."""
 
 __all__ = [
+    "MOST_DRAFTED",
+    "MOST_TOKENS",
     "Algorithm",
     "Aligned",
     "ArtifactRef",

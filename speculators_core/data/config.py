@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from speculators_core.types import StrictModel
+from speculators_core.types import MOST_TOKENS, StrictModel
 
 
 class RegenerationConfig(StrictModel):
@@ -36,7 +36,7 @@ class DataConfig(StrictModel):
         default_factory=RegenerationConfig, description="How it answers; `max_length` bounds prompt and reply."
     )
     max_rows: int | None = Field(None, ge=1, description="Conversations kept, drawn by seeded hash; null keeps all.")
-    max_length: int = Field(1024, ge=8, description="Longest row in tokens.")
+    max_length: int = Field(1024, ge=8, le=MOST_TOKENS, description="Longest row in tokens.")
     overlong: Literal["truncate", "drop"] = Field(
         "truncate",
         description="A longer row is cut at the right while it keeps `min_supervised_tokens`, or is dropped.",

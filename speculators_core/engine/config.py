@@ -7,11 +7,15 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
 from speculators_core.engine.runtime import RuntimeInfo
 from speculators_core.types import Json, StrictModel
+
+EngineDtype = Literal["auto", "bfloat16", "float16", "float32", "half", "float"]
+"""What vLLM's --dtype takes."""
 
 
 class ServerSpec(StrictModel):
@@ -19,7 +23,7 @@ class ServerSpec(StrictModel):
 
     model: str = Field(description="verifier or draft: a local directory or a hub id")
     names: tuple[str, ...] = Field((), description="what clients call it; none: `model`")
-    dtype: str = Field("bfloat16", description="vLLM's --dtype")
+    dtype: EngineDtype = Field("bfloat16", description="vLLM's --dtype")
     max_model_len: int | None = Field(None, ge=1, description="longest context in tokens; None: the model's own")
     max_num_seqs: int = Field(32, ge=1, description="sequences per step")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="tokens per step; None: vLLM's default")

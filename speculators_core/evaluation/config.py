@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
-from speculators_core.types import Json, StrictModel
+from speculators_core.engine.config import EngineDtype
+from speculators_core.types import MOST_DRAFTED, Json, StrictModel
 
 
 class SpeedConfig(StrictModel):
     """Speed with and without the draft by alternating arms: measured where the gate requires speed."""
 
-    concurrencies: tuple[int, ...] | None = Field(
+    concurrencies: tuple[PositiveInt, ...] | None = Field(
         default=None,
         min_length=1,
         description="Requests in flight, as the deployment serves them: the draft must pay at each. "
@@ -35,7 +36,9 @@ class EvaluationConfig(StrictModel):
         "Hugging Face verifier), which proves nothing that could be promoted. auto: the engine, unless pre-flight has "
         "seen that it cannot serve the draft and export.allow_unservable lets it pass.",
     )
-    k: int | None = Field(default=3, ge=1, description="Drafted tokens a step; null: what the draft's config names.")
+    k: int | None = Field(
+        default=3, ge=1, le=MOST_DRAFTED, description="Drafted tokens a step; null: what the draft's config names."
+    )
     max_prompts: int = Field(default=128, ge=1, description="Prompts to draw, in the order of the prepared set.")
     max_new_tokens: int = Field(default=128, ge=1, description="Longest reply in tokens.")
     repeat_prompts: int = Field(
@@ -45,7 +48,7 @@ class EvaluationConfig(StrictModel):
     )
     concurrency: int = Field(default=64, ge=1, description="Requests in flight, the same with and without a draft.")
     warmup_prompts: int = Field(default=2, ge=0, description="Short requests before anything is counted or timed.")
-    dtype: str = Field(default="bfloat16", description="The engine's dtype.")
+    dtype: EngineDtype = Field(default="bfloat16", description="The engine's dtype.")
     kv_cache_gib: float = Field(default=2.0, gt=0, description="Size of each engine's KV cache in GiB.")
     enforce_eager: bool = Field(default=True, description="No graph capture; set false on a GPU where speed counts.")
     speed: SpeedConfig = Field(default_factory=SpeedConfig, description="How speed is measured where it is gated.")
@@ -61,8 +64,8 @@ class EvaluationConfig(StrictModel):
     loop_ngram: int = Field(default=5, ge=1, description="Length of the n-grams that show a looping reply.")
     loop_share: float = Field(default=0.3, ge=0, le=1, description="Replies above this repeated share are loops.")
     confidence: float = Field(default=0.95, gt=0.5, lt=1, description="Of the two-sided interval over prompts.")
-    resamples: int = Field(default=10_000, ge=100, description="Bootstrap resamples.")
-    seed: int = Field(default=0, description="Of the bootstrap and of the second baseline's order.")
+    resamples: int = Field(default=10_000, ge=100, le=1_000_000, description="Bootstrap resamples.")
+    seed: int = Field(default=0, ge=0, description="Of the bootstrap and of the second baseline's order.")
 
     def speed_concurrencies(self) -> tuple[int, ...]:
         """Concurrencies to measure speed at, ascending and distinct."""

@@ -12,7 +12,7 @@ class BudgetConfig(StrictModel):
 
     hours: float | None = Field(None, gt=0, description="hours of work")
     cost: float | None = Field(None, gt=0, description="price by lifecycle.price_per_hour")
-    tokens: int | None = Field(None, ge=1, description="tokens prepared, captured, trained on and written")
+    tokens: int | None = Field(None, ge=1, le=10**15, description="tokens prepared, captured, trained on and written")
     gigabytes: float | None = Field(None, gt=0, description="hidden states stored, in 1e9 bytes")
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, NonNegativeFloat, ValidationError
 
 from speculators_core.engine.runtime import RuntimeInfo
 from speculators_core.lifecycle.drift import DriftConfig, Incident
@@ -77,7 +77,7 @@ class LifecycleConfig(StrictModel):
 
     on_change: OnChange = Field(default_factory=OnChange, description="action for each kind of change")
     drift: DriftConfig = Field(default_factory=DriftConfig, description="when served acceptance counts as fallen")
-    price_per_hour: float | dict[str, float] | None = Field(
+    price_per_hour: NonNegativeFloat | dict[str, NonNegativeFloat] | None = Field(
         None, description="price of an hour of the machine, or of each stage's: {capture: 4.5, train: 2.0, other: 0.4}"
     )
 

@@ -19,8 +19,8 @@ class GateConfig(StrictModel):
     margin: float = Field(default=0.03, ge=0, lt=1, description="Tolerated relative loss of AL to the incumbent.")
     domain_min_prompts: int = Field(default=50, ge=2, description="Smaller domains are reported, not gated.")
     confidence: float = Field(default=0.95, gt=0.5, lt=1, description="Of each one-sided bound.")
-    resamples: int = Field(default=10_000, ge=100, description="Bootstrap resamples.")
-    seed: int = Field(default=0, description="Of the bootstrap.")
+    resamples: int = Field(default=10_000, ge=100, le=1_000_000, description="Bootstrap resamples.")
+    seed: int = Field(default=0, ge=0, description="Of the bootstrap.")
     lossless: Literal["require", "report"] = Field(default="require", description="Whether lossy drafts fail.")
     speed: Literal["require", "report"] = Field(
         default="require", description="Whether drafts that do not pay fail (measured with alternating arms)."

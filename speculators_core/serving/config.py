@@ -6,14 +6,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from speculators_core.types import StrictModel
+from speculators_core.engine.config import EngineDtype
+from speculators_core.types import MOST_DRAFTED, StrictModel
 
 
 class EngineConfig(StrictModel):
     """The engine of a version."""
 
-    k: int | None = Field(None, ge=1, description="drafted tokens a step; null: what the draft's config names")
-    dtype: str = Field("bfloat16", description="the engine's dtype")
+    k: int | None = Field(
+        None, ge=1, le=MOST_DRAFTED, description="drafted tokens a step; null: what the draft's config names"
+    )
+    dtype: EngineDtype = Field("bfloat16", description="the engine's dtype")
     max_model_len: int | None = Field(None, ge=1, description="longest context in tokens; null: the verifier's own")
     max_num_seqs: int = Field(64, ge=1, description="sequences per step")
     kv_cache_gib: float = Field(2.0, gt=0, description="KV cache of one engine in GiB; two are up during a roll")
@@ -66,7 +69,7 @@ class AutoDisableConfig(StrictModel):
 class ServeConfig(StrictModel):
     """Settings of `draftsmith serve`; they change nothing of what is trained or measured."""
 
-    host: str = Field("127.0.0.1", description="address that clients reach; 0.0.0.0: from any host")
+    host: str = Field("127.0.0.1", min_length=1, description="address that clients reach; 0.0.0.0: from any host")
     port: int = Field(8000, ge=1, le=65535, description="port that clients reach")
     poll_s: float = Field(2, gt=0, description="between two looks at the registry and at the counters")
     engines: Literal["auto", "beside", "in-place"] = Field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from speculators_core.engine.remote import CaptureTerms
 from speculators_core.engine.runtime import Runtime
@@ -60,7 +60,7 @@ class Seat(StrictModel):
     runtime: Runtime | None = Field(
         None, description="a vLLM of its own: another interpreter, or a server; null: that which `capture` uses"
     )
-    cores: tuple[int, ...] | None = Field(None, description="processors that it may use; null: all of them")
+    cores: tuple[NonNegativeInt, ...] | None = Field(None, description="processors that it may use; null: all of them")
 
     @model_validator(mode="after")
     def _ours(self) -> Seat:
@@ -78,9 +78,12 @@ class HiddenStatesConfig(StrictModel):
         "held-out rows are kept · hybrid: the same, and rows are kept as far as `cache_gib` goes",
     )
     engines: tuple[Seat, ...] = Field(
-        (Seat(),), min_length=1, description="engines that capture; several share the rows of either mode"
+        (Seat(),),
+        min_length=1,
+        max_length=1024,
+        description="engines that capture; several share the rows of either mode",
     )
-    trainer_cores: tuple[int, ...] | None = Field(
+    trainer_cores: tuple[NonNegativeInt, ...] | None = Field(
         None, description="processors that training beside engines may use; null: all of them"
     )
     window_tokens: int = Field(
@@ -106,7 +109,8 @@ class HiddenStatesConfig(StrictModel):
     @field_validator("engines", mode="before")
     @classmethod
     def _some(cls, value: Any) -> Any:
-        return [{}] * value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else value
+        short = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 1024
+        return [{}] * value if short else value
 
     @model_validator(mode="after")
     def _fits(self) -> HiddenStatesConfig:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from speculators_core.types import StrictModel
+from speculators_core.types import MOST_DRAFTED, MOST_TOKENS, StrictModel
 
 BestMetric = Literal["eal", "eal_mean_positions", "loss"]
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(StrictModel):
@@ -16,7 +19,7 @@ class OptimizerConfig(StrictModel):
 
     kind: Literal["adamw", "muon"] = Field("adamw", description="muon: 2-D hidden weights by Muon, the rest by AdamW")
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate of AdamW")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled weight decay; matrices only")
     muon_learning_rate: float | None = Field(None, gt=0, description="peak learning rate of Muon; null: learning_rate")
@@ -39,7 +42,7 @@ class ValidationConfig(StrictModel):
     every_steps: int | None = Field(None, ge=1, description="steps between validations; null: each epoch's end")
     max_rows: int | None = Field(None, ge=1, description="rows used, the first ones of the split; null: all")
     walk_rows: int | None = Field(64, ge=0, description="rows walked for the expected acceptance length; null: all")
-    walk_k: int = Field(3, ge=1, description="drafts proposed at each drafting point of the walk")
+    walk_k: int = Field(3, ge=1, le=MOST_DRAFTED, description="drafts proposed at each drafting point of the walk")
     best_metric: BestMetric = Field("eal", description="what `best/` is chosen by; falls back to loss when unmeasured")
     early_stop_patience: int | None = Field(
         None, ge=1, description="validations without a better best_metric after which training stops; null: never"
@@ -66,7 +69,9 @@ class TrainingConfig(StrictModel):
     )
     epochs: int = Field(1, ge=1, description="passes over the training rows")
     max_steps: int | None = Field(None, ge=1, description="optimiser steps after which training ends; null: by epochs")
-    row_tokens: int = Field(1024, ge=2, description="T: tokens of a packed row; longer rows are clipped, and counted")
+    row_tokens: int = Field(
+        1024, ge=2, le=MOST_TOKENS, description="T: tokens of a packed row; longer rows are clipped, and counted"
+    )
     gradient_accumulation: int = Field(1, ge=1, description="packed rows of one optimiser step in each process")
     clip_norm: float | None = Field(1.0, gt=0, description="largest global norm of the gradient; null: no clipping")
     precision: Literal["bf16", "fp32"] = Field("bf16", description="autocast over fp32 master weights, or plain fp32")
@@ -75,10 +80,14 @@ class TrainingConfig(StrictModel):
     validation: ValidationConfig = Field(default_factory=ValidationConfig, description="measuring and choosing")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and keeping")
     log_every_steps: int = Field(10, ge=1, description="optimiser steps between lines of metrics.jsonl")
-    prefetch_steps: int = Field(2, ge=1, description="optimiser steps' batches read ahead by the loader's thread")
-    processes: int = Field(1, ge=1, description="data-parallel processes under torchrun")
+    prefetch_steps: int = Field(
+        2, ge=1, le=1024, description="optimiser steps' batches read ahead by the loader's thread"
+    )
+    processes: int = Field(1, ge=1, le=4096, description="data-parallel processes under torchrun")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
-    threads: int | None = Field(None, ge=1, description="torch threads of each process; null: cores / processes")
+    threads: int | None = Field(
+        None, ge=1, le=4096, description="torch threads of each process; null: cores / processes"
+    )
     seed: int = Field(0, ge=0, description="seed of initial weights, packing and every draw")
     deterministic: bool = Field(False, description="ask torch for deterministic kernels (on a CPU they are anyway)")
 

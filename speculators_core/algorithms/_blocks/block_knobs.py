@@ -17,7 +17,10 @@ class BlockKnobs(StrictModel):
 
     layers: int = Field(default=5, ge=1, le=32, description="decoder layers of the draft")
     intermediate_size: int | None = Field(
-        default=None, gt=0, description="feed-forward width; default: the verifier's, three times H for experts"
+        default=None,
+        gt=0,
+        le=2**20,
+        description="feed-forward width; default: the verifier's, three times H for experts",
     )
     aux_layers: tuple[int, ...] | None = Field(
         default=None, description="verifier layers that are the draft's context; default 2, N/2, N-3 of N"

@@ -16,7 +16,10 @@ class FeatureKnobs(StrictModel):
     style: LayerStyle = Field(default="llama", description="decoder layers as llama, or as qwen3 (normed heads)")
     layers: int = Field(default=1, ge=1, le=16, description="decoder layers of the draft")
     intermediate_size: int | None = Field(
-        default=None, gt=0, description="feed-forward width; default: the verifier's, three times H for experts"
+        default=None,
+        gt=0,
+        le=2**20,
+        description="feed-forward width; default: the verifier's, three times H for experts",
     )
     aux_layers: tuple[int, ...] | None = Field(
         default=None, description="verifier layers that feed the draft; default 2, N/2, N-3 of N"

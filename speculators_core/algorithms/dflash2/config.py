@@ -21,7 +21,7 @@ class DFlash2Config(MaskedBlockKnobs):
     )
     conv_kernel_size: int = Field(default=2, ge=1, le=16, description="slots that a convolution reaches")
     conv_group_size: int = Field(default=16, ge=1, description="channels that share a dynamic kernel; divides H")
-    selector_rank: int = Field(default=256, ge=1, description="rank of the transition score")
+    selector_rank: int = Field(default=256, ge=1, le=2**16, description="rank of the transition score")
     selector_top_k: int = Field(default=16, ge=2, description="best tokens of a slot that the selector chooses among")
     selector_loss_alpha: float = Field(default=1.0, ge=0, description="weight of the selector's loss")
 

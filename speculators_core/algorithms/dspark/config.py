@@ -19,7 +19,9 @@ class DSparkConfig(BlockKnobs):
     sample_from_anchor: bool = Field(
         default=True, description="slot k is asked for the token after it, so that the anchor drafts too"
     )
-    markov_rank: int = Field(default=256, ge=0, description="rank of the correction by the token before; 0: none")
+    markov_rank: int = Field(
+        default=256, ge=0, le=2**16, description="rank of the correction by the token before; 0: none"
+    )
     markov_head_type: Literal["vanilla", "gated", "rnn"] = Field(
         default="vanilla", description="what the correction depends on beside that token; vLLM serves vanilla alone"
     )

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from speculators_core.algorithms._blocks.feature_knobs import FeatureKnobs
+from speculators_core.types import MOST_DRAFTED
 
 
 class Eagle3Config(FeatureKnobs):
@@ -18,7 +19,7 @@ class Eagle3Config(FeatureKnobs):
     # what a step gets right counts only where those before it were right: 0.8 was accepted for longer than 1.0
     ttt_step_loss_decay: float = Field(default=0.8, gt=0, le=1, description="step k weighs decay to the k")
     speculative_tokens: int | None = Field(
-        default=None, ge=1, description="tokens that vLLM drafts at a time; default: ttt_steps"
+        default=None, ge=1, le=MOST_DRAFTED, description="tokens that vLLM drafts at a time; default: ttt_steps"
     )
 
     @property

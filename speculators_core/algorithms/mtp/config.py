@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from speculators_core.errors import ConfigError
 from speculators_core.losses.terms import LossTerm, parse_loss
-from speculators_core.types import StrictModel
+from speculators_core.types import MOST_DRAFTED, StrictModel
 
 
 class MTPConfig(StrictModel):
@@ -25,7 +25,10 @@ class MTPConfig(StrictModel):
         default="kl_div", description="kl_div, rkl, jsd, ce, tv, nla, lk_hybrid, or a mapping of them to weights"
     )
     speculative_tokens: int | None = Field(
-        default=None, ge=1, description="tokens that vLLM drafts at a time; default: num_speculative_steps"
+        default=None,
+        ge=1,
+        le=MOST_DRAFTED,
+        description="tokens that vLLM drafts at a time; default: num_speculative_steps",
     )
     loss_chunk: int = Field(default=128, ge=1, description="positions that go through the vocabulary head at a time")
     compat: bool = Field(

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from speculators_core.algorithms._blocks.feature_knobs import FeatureKnobs
+from speculators_core.types import MOST_DRAFTED
 
 
 class PEagleConfig(FeatureKnobs):
@@ -27,7 +28,10 @@ class PEagleConfig(FeatureKnobs):
         default=None, ge=0, description="token that stands in a masked row; null: one that conversations never hold"
     )
     speculative_tokens: int | None = Field(
-        default=None, ge=1, description="tokens that vLLM drafts at a time, at most num_depths; default: num_depths"
+        default=None,
+        ge=1,
+        le=MOST_DRAFTED,
+        description="tokens that vLLM drafts at a time, at most num_depths; default: num_depths",
     )
 
     @model_validator(mode="after")

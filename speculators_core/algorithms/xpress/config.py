@@ -19,11 +19,13 @@ class XPressConfig(BlockKnobs):
         default_factory=lambda: {"ce": 0.1, "tv": 0.9},
         description="kl_div, rkl, jsd, ce, tv, nla, lk_hybrid, or a mapping of them to weights",
     )
-    xpress_rank: int = Field(default=256, ge=1, description="width of the refiner")
-    xpress_mlp_ratio: int = Field(default=2, ge=1, description="width of its feed-forward part in units of the rank")
-    num_jacobi_passes: int = Field(default=6, ge=1, description="rounds of refinement when it is served")
+    xpress_rank: int = Field(default=256, ge=1, le=2**16, description="width of the refiner")
+    xpress_mlp_ratio: int = Field(
+        default=2, ge=1, le=64, description="width of its feed-forward part in units of the rank"
+    )
+    num_jacobi_passes: int = Field(default=6, ge=1, le=64, description="rounds of refinement when it is served")
     consistency_weight: float = Field(default=0.3, ge=0, description="weight of the loss of free-running rounds")
-    consistency_passes: int = Field(default=3, ge=1, description="free-running rounds in training")
+    consistency_passes: int = Field(default=3, ge=1, le=64, description="free-running rounds in training")
     base_anchor_weight: float = Field(default=0.6, ge=0, description="weight of the loss without the refiner")
     base_anchor_full_weight: bool = Field(default=False, description="that loss does not weigh slots by distance")
     ce_from_data: bool = Field(default=False, description="ce wants the text's next token, not the verifier's best")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, PositiveInt
 
-from speculators_core.config import Recipe, apply_override, load_recipe
+from speculators_core.config import Recipe, apply_override, as_model, load_recipe
 from speculators_core.errors import ConfigError
+from speculators_core.registry import names, resolve
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "deployments" / "recipes").glob("*.yaml"))
@@ -122,3 +126,48 @@ def test_anchors_that_stand_for_endless_values_are_refused_before_they_are_writt
     recipe.write_text(DEMO.read_text().replace("data:\n", f"data:\n  template_kwargs: {kwargs}\n"))
     with pytest.raises(ConfigError, match="more than 100000 values"):
         load_recipe(recipe)
+
+
+def numeric_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all numbers of a section, those of sections in it included."""
+    for name, field in model.model_fields.items():
+        if section := as_model(field.annotation):
+            yield from numeric_fields(section, f"{prefix}{name}.")
+        elif {int, float, PositiveInt} & {field.annotation, *typing.get_args(field.annotation)}:
+            yield prefix + name
+
+
+NUMBERS = [("eagle3", name) for name in numeric_fields(Recipe)] + [
+    (kind, name) for kind in names() for name in numeric_fields(resolve(kind).config, "algorithm.")
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), NUMBERS)
+def test_no_number_of_a_recipe_may_be_absurd(kind: str, name: str) -> None:
+    for value in ("999999999999999999", '"inf"', "-999999999999999999"):
+        with pytest.raises(ConfigError) as caught:
+            load_recipe(DEMO, [f"algorithm={{kind: {kind}}}", f"{name}={value}"])
+        assert name.rpartition(".")[2] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "hidden_states.engines=1000000000",
+        "hidden_states.trainer_cores=[-1]",
+        "lifecycle.price_per_hour={capture: -3}",
+        'lifecycle.price_per_hour={capture: "inf"}',
+        "training.optimizer.betas=[2, -1]",
+        "evaluation.speed.concurrencies=[0]",
+        "evaluation.dtype=bf8",
+        "serve.host=''",
+    ],
+)
+def test_lists_and_texts_that_no_machine_would_take(override: str) -> None:
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        load_recipe(DEMO, [override])
+
+
+def test_what_is_counted_in_bytes_may_be_large() -> None:
+    recipe = load_recipe(DEMO, ["budget.tokens=5000000000", "capture.backend_config={capacity: 99999999999}"])
+    assert recipe.budget.tokens == 5_000_000_000

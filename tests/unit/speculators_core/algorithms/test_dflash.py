@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from speculators_core.algorithms._blocks.block_knobs import check_blocks
 from speculators_core.algorithms._blocks.block_objective import chance_weights, expected_count, learned_blocks
@@ -20,7 +19,12 @@ from speculators_core.formats.card import ModelCard
 from speculators_core.formats.directory import read_draft, write_draft
 from speculators_core.formats.servable import check_servable
 from speculators_core.types import Aligned, DraftPlan, ExportedDraft
-from tests.unit.speculators_core.algorithms.blocks import fill_in, replies_of, served
+from tests.unit.speculators_core.algorithms.blocks import fill_in
+from tests.unit.speculators_core.algorithms.properties import (
+    check_that_packed_is_unpacked,
+    check_that_the_walk_is_the_served_loop,
+    gradients,
+)
 from tests.unit.speculators_core.algorithms.tiny import VOCAB, pack, sample, vocabulary, write_verifier
 
 SHAPES: list[dict[str, Any]] = [
@@ -42,10 +46,6 @@ def made(verifier: Path, *, reduced: bool = True, **knobs: Any) -> tuple[DFlashD
     if model.mask_embedding is not None:  # nothing like the table's row any more
         torch.nn.init.normal_(model.mask_embedding, std=0.5)
     return model, DFlashObjective(config)
-
-
-def gradients(model: DFlashDraft) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 # ------------------------------------------------------------------------- what vLLM's proposer does with the draft
@@ -77,12 +77,7 @@ def test_blocks_are_what_the_proposer_fills_in(verifier: Path, knobs: dict[str, 
 @pytest.mark.parametrize("reduced", [True, False])
 def test_the_walk_is_the_served_loop(verifier: Path, knobs: dict[str, Any], reduced: bool) -> None:
     model, objective = made(verifier, reduced=reduced, **knobs)
-    aligned = objective.align(sample(40, [(5, 19), (24, 39)]))
-    ids = replies_of(aligned, lambda row, at: propose(model, row, at, 3))
-    aligned = replace(aligned, input_ids=ids)
-    walked = objective.walk(model, aligned, 3)
-    assert list(walked) == served(aligned, 3, lambda at: propose(model, aligned, at, 3))
-    assert sum(walked) > 0 and min(walked) < 3
+    check_that_the_walk_is_the_served_loop(model, objective, propose)
 
 
 def test_a_row_without_replies_is_not_walked(verifier: Path) -> None:
@@ -136,27 +131,7 @@ def test_chance_weights_are_the_published_example() -> None:
 @pytest.mark.parametrize("weights", ["dpace", "fixed-exp-decay"])
 def test_packed_is_unpacked(verifier: Path, knobs: dict[str, Any], weights: str) -> None:
     model, objective = made(verifier, position_weights=weights, **knobs)
-    rows = [objective.align(sample(n, [(3, n - 1)], seed=n)) for n in (12, 17, 9)]
-    packed = pack(rows, 40)
-    denominators = objective.denominators(packed)
-    together = objective.step(model, packed, denominators)
-    together.loss.backward()  # type: ignore[no-untyped-call]
-    expected = gradients(model)
-    model.zero_grad()
-    total = torch.zeros(())
-    pooled: dict[str, Any] = {}
-    for row in rows:
-        result = objective.step(model, pack([row], row.input_ids.numel()), denominators)
-        result.loss.backward()  # type: ignore[no-untyped-call]
-        total = total + result.loss.detach()
-        for name, value in result.metrics.items():
-            pooled[name] = pooled[name] + value if name in pooled else value
-    torch.testing.assert_close(total, together.loss.detach())
-    for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6)
-    for name, value in together.metrics.items():
-        assert pooled[name].sum == pytest.approx(value.sum, rel=1e-4), name
-        assert pooled[name].count == pytest.approx(value.count), name
+    check_that_packed_is_unpacked(model, objective)
 
 
 def test_a_batch_without_replies_has_a_loss_of_zero_and_a_graph(verifier: Path) -> None:

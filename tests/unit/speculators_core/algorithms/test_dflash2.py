@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,10 @@ from speculators_core.algorithms.dflash2.model import DFlash2Draft
 from speculators_core.algorithms.dflash2.objective import DFlash2Objective
 from speculators_core.errors import ConfigError
 from speculators_core.types import Aligned, DraftPlan
-from tests.unit.speculators_core.algorithms.blocks import replies_of, served
+from tests.unit.speculators_core.algorithms.properties import (
+    check_that_packed_is_unpacked,
+    check_that_the_walk_is_the_served_loop,
+)
 from tests.unit.speculators_core.algorithms.tiny import HIDDEN, VOCAB, pack, sample, vocabulary, write_verifier
 
 
@@ -85,24 +87,12 @@ def propose(model: DFlash2Draft, aligned: Aligned, anchor: int, k: int) -> list[
 
 def test_the_walk_is_the_served_loop(verifier: Path) -> None:
     model, objective = made(verifier)
-    aligned = objective.align(sample(40, [(5, 19), (24, 39)]))
-    ids = replies_of(aligned, lambda row, at: propose(model, row, at, 3))
-    aligned = replace(aligned, input_ids=ids)
-    walked = objective.walk(model, aligned, 3)
-    assert list(walked) == served(aligned, 3, lambda at: propose(model, aligned, at, 3))
-    assert sum(walked) > 0 and min(walked) < 3
+    check_that_the_walk_is_the_served_loop(model, objective, propose)
 
 
 def test_packed_is_unpacked(verifier: Path) -> None:
     model, objective = made(verifier)
-    rows = [objective.align(sample(n, [(3, n - 1)], seed=n)) for n in (12, 17, 9)]
-    packed = pack(rows, 40)
-    denominators = objective.denominators(packed)
-    together = objective.step(model, packed, denominators)
-    alone = [objective.step(model, pack([row], row.input_ids.numel()), denominators) for row in rows]
-    torch.testing.assert_close(sum(one.loss.detach() for one in alone), together.loss.detach())
-    for name, value in together.metrics.items():
-        assert sum(one.metrics[name].sum for one in alone) == pytest.approx(value.sum, rel=1e-4, abs=1e-6), name
+    check_that_packed_is_unpacked(model, objective)
 
 
 def test_every_part_learns(verifier: Path) -> None:

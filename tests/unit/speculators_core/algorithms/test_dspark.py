@@ -15,7 +15,11 @@ from speculators_core.algorithms.dspark.objective import DSparkObjective
 from speculators_core.errors import ConfigError, FormatError
 from speculators_core.formats.servable import check_servable
 from speculators_core.types import Aligned, DraftPlan, ExportedDraft
-from tests.unit.speculators_core.algorithms.blocks import fill_in, replies_of, served
+from tests.unit.speculators_core.algorithms.blocks import fill_in
+from tests.unit.speculators_core.algorithms.properties import (
+    check_that_packed_is_unpacked,
+    check_that_the_walk_is_the_served_loop,
+)
 from tests.unit.speculators_core.algorithms.tiny import VOCAB, pack, sample, vocabulary, write_verifier
 
 SHAPES: list[dict[str, Any]] = [
@@ -76,25 +80,13 @@ def propose(model: DSparkDraft, aligned: Aligned, anchor: int, k: int) -> list[i
 @pytest.mark.parametrize("reduced", [True, False])
 def test_the_walk_is_the_served_loop(verifier: Path, knobs: dict[str, Any], reduced: bool) -> None:
     model, objective = made(verifier, reduced=reduced, **knobs)
-    aligned = objective.align(sample(40, [(5, 19), (24, 39)]))
-    ids = replies_of(aligned, lambda row, at: propose(model, row, at, 3))
-    aligned = replace(aligned, input_ids=ids)
-    walked = objective.walk(model, aligned, 3)
-    assert list(walked) == served(aligned, 3, lambda at: propose(model, aligned, at, 3))
-    assert sum(walked) > 0 and min(walked) < 3
+    check_that_the_walk_is_the_served_loop(model, objective, propose)
 
 
 @pytest.mark.parametrize("knobs", SHAPES)
 def test_packed_is_unpacked(verifier: Path, knobs: dict[str, Any]) -> None:
     model, objective = made(verifier, **knobs)
-    rows = [objective.align(sample(n, [(3, n - 1)], seed=n)) for n in (12, 17, 9)]
-    packed = pack(rows, 40)
-    denominators = objective.denominators(packed)
-    together = objective.step(model, packed, denominators)
-    alone = [objective.step(model, pack([row], row.input_ids.numel()), denominators) for row in rows]
-    torch.testing.assert_close(sum(one.loss.detach() for one in alone), together.loss.detach())
-    for name, value in together.metrics.items():
-        assert sum(one.metrics[name].sum for one in alone) == pytest.approx(value.sum, rel=1e-4, abs=1e-6), name
+    check_that_packed_is_unpacked(model, objective)
 
 
 def test_the_confidence_learns_from_acceptance_and_leaves_it_alone(verifier: Path) -> None:

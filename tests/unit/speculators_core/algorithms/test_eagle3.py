@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from speculators_core.algorithms._blocks.aux_layers import aux_layers
 from speculators_core.algorithms._blocks.unrolled import Drafting
@@ -16,6 +15,7 @@ from speculators_core.algorithms.eagle3.model import Eagle3Draft
 from speculators_core.algorithms.eagle3.objective import Eagle3Objective
 from speculators_core.errors import ConfigError
 from speculators_core.types import Aligned
+from tests.unit.speculators_core.algorithms.properties import check_that_packed_is_unpacked, gradients
 from tests.unit.speculators_core.algorithms.reference import decode, propose, serve
 from tests.unit.speculators_core.algorithms.tiny import VOCAB, pack, sample, vocabulary, write_verifier
 
@@ -37,10 +37,6 @@ def made(verifier: Path, *, reduced: bool = True, **knobs: Any) -> tuple[Eagle3D
     config = Eagle3Config(**knobs)
     model = build(config, verifier, vocabulary() if reduced else None, seed=11)  # type: ignore[arg-type]
     return model, Eagle3Objective(config)
-
-
-def gradients(model: Eagle3Draft) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 # ------------------------------------------------------------------------------------------------ the unroll
@@ -107,29 +103,7 @@ def test_compat_counts_by_the_token_that_goes_in(verifier: Path) -> None:
 @pytest.mark.parametrize("knobs", SHAPES)
 def test_packed_is_unpacked(verifier: Path, knobs: dict[str, Any]) -> None:
     model, objective = made(verifier, loss={"kl_div": 0.5, "tv": 0.5}, ttt_step_loss_decay=0.7, **knobs)
-    rows = [objective.align(sample(n, [(3, n - 1)], seed=n)) for n in (12, 17, 9)]
-    packed = pack(rows, 40)
-    denominators = objective.denominators(packed)
-    together = objective.step(model, packed, denominators)
-    together.loss.backward()  # type: ignore[no-untyped-call]
-    expected = gradients(model)
-    model.zero_grad()
-    total = torch.zeros(())
-    pooled: dict[str, Any] = {}
-    for row in rows:
-        alone = pack([row], row.input_ids.numel())
-        result = objective.step(model, alone, denominators)
-        result.loss.backward()  # type: ignore[no-untyped-call]
-        total = total + result.loss.detach()
-        for name, value in result.metrics.items():
-            pooled[name] = pooled[name] + value if name in pooled else value
-    torch.testing.assert_close(total, together.loss.detach())
-    assert expected.keys() == gradients(model).keys()
-    for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6)
-    for name, value in together.metrics.items():
-        assert pooled[name].sum == pytest.approx(value.sum, rel=1e-4), name
-        assert pooled[name].count == pytest.approx(value.count), name
+    check_that_packed_is_unpacked(model, objective)
 
 
 def test_padding_and_prompts_of_others_change_nothing(verifier: Path) -> None:
