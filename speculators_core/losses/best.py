@@ -16,7 +16,7 @@ def best_index(logits: Tensor) -> Tensor:
     """
     if logits.shape[-1] % RUN or not logits.numel():
         return logits.argmax(dim=-1)
-    runs = logits.unflatten(-1, (-1, RUN))
+    runs = logits.reshape(*logits.shape[:-1], -1, RUN)
     run = runs.amax(dim=-1).argmax(dim=-1)
-    chosen = runs.take_along_dim(run[..., None, None], dim=-2).squeeze(-2)
-    return run * RUN + chosen.argmax(dim=-1)
+    place: Tensor = runs.take_along_dim(run[..., None, None], dim=-2).squeeze(-2).argmax(dim=-1)
+    return run * RUN + place
