@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from speculators_core.algorithms._blocks.loss_knobs import LossKnobs
 from speculators_core.algorithms._blocks.mask_token import mask_token
 from speculators_core.errors import ConfigError
-from speculators_core.losses.terms import LossTerm, parse_loss
-from speculators_core.types import DraftPlan, StrictModel
+from speculators_core.types import DraftPlan
 
 
-class BlockKnobs(StrictModel):
+class BlockKnobs(LossKnobs):
     """Shape of a `BlockDraft`, which blocks it learns from, and with what weights. An algorithm adds its heads."""
 
     layers: int = Field(default=5, ge=1, le=32, description="decoder layers of the draft")
@@ -34,9 +34,6 @@ class BlockKnobs(StrictModel):
     full_attention_indices: tuple[int, ...] = Field(default=(), description="draft layers that see everything")
     sliding_window_non_causal: bool = Field(
         default=False, description="slots of a block see each other both ways on sliding layers too"
-    )
-    loss: str | dict[str, float] = Field(
-        default="kl_div", description="kl_div, rkl, jsd, ce, tv, nla, lk_hybrid, or a mapping of them to weights"
     )
     position_weights: Literal["fixed-exp-decay", "dpace"] = Field(
         default="fixed-exp-decay",
@@ -63,21 +60,12 @@ class BlockKnobs(StrictModel):
                 f"full_attention_indices names {outside}, but the draft has {self.layers} layers counted from 0: "
                 "name layers of the draft, not of the verifier"
             )
-        try:
-            terms = parse_loss(self.loss)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        if self.position_weights == "dpace" and [term.name for term in terms] != ["ce"]:
+        if self.position_weights == "dpace" and [term.name for term in self.loss_terms] != ["ce"]:
             raise ValueError(
                 "position_weights dpace needs loss ce, whose value is the chance of a slot: "
                 "set loss to ce, or position_weights to fixed-exp-decay"
             )
         return self
-
-    @property
-    def loss_terms(self) -> tuple[LossTerm, ...]:
-        """The loss as a weighted sum."""
-        return parse_loss(self.loss)
 
     @property
     def first_slot(self) -> int:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from speculators_core.algorithms._blocks.geometry import LayerStyle
-from speculators_core.errors import ConfigError
-from speculators_core.losses.terms import LossTerm, parse_loss
-from speculators_core.types import StrictModel
+from speculators_core.algorithms._blocks.loss_knobs import LossKnobs
 
 
-class FeatureKnobs(StrictModel):
+class FeatureKnobs(LossKnobs):
     """Shape of a `FeatureDraft`, and what it learns from. An algorithm's configuration adds how."""
 
     style: LayerStyle = Field(default="llama", description="decoder layers as llama, or as qwen3 (normed heads)")
@@ -27,9 +25,6 @@ class FeatureKnobs(StrictModel):
     norm_before_residual: bool = Field(default=True, description="the first residual is the normed feature")
     norm_before_fc: bool = Field(default=True, description="one norm over all features before they are joined")
     fc_norm: bool = Field(default=False, description="one norm for each feature before they are joined")
-    loss: str | dict[str, float] = Field(
-        default="kl_div", description="kl_div, rkl, jsd, ce, tv, nla, lk_hybrid, or a mapping of them to weights"
-    )
     sliding_window: int | None = Field(default=2048, gt=0, description="keys that a layer sees; null: all of them")
     full_attention_layers: tuple[int, ...] = Field(default=(), description="draft layers that see everything")
     train_lm_head: bool = Field(default=False, description="train the vocabulary head instead of freezing it")
@@ -46,17 +41,3 @@ class FeatureKnobs(StrictModel):
         if self.aux_layers is not None and len(self.aux_layers) == 0:
             raise ValueError("aux_layers is empty: leave it out for the default")
         return self
-
-    @field_validator("loss")
-    @classmethod
-    def _known_loss(cls, value: str | dict[str, float]) -> str | dict[str, float]:
-        try:
-            parse_loss(value)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return value
-
-    @property
-    def loss_terms(self) -> tuple[LossTerm, ...]:
-        """The loss as a weighted sum."""
-        return parse_loss(self.loss)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from speculators_core.errors import ConfigError
-from speculators_core.losses.terms import LossTerm, parse_loss
-from speculators_core.types import MOST_DRAFTED, StrictModel
+from speculators_core.algorithms._blocks.loss_knobs import LossKnobs
+from speculators_core.types import MOST_DRAFTED
 
 
-class MTPConfig(StrictModel):
+class MTPConfig(LossKnobs):
     """The verifier's own multi-token head, trained on to be run several times in a row."""
 
     kind: Literal["mtp"] = Field(default="mtp", description="name of the algorithm")
@@ -20,9 +19,6 @@ class MTPConfig(StrictModel):
     )
     step_weight_beta: float = Field(
         default=0.6, gt=0, le=1, description="step k weighs beta to the k, and all weights add up to one"
-    )
-    loss: str | dict[str, float] = Field(
-        default="kl_div", description="kl_div, rkl, jsd, ce, tv, nla, lk_hybrid, or a mapping of them to weights"
     )
     speculative_tokens: int | None = Field(
         default=None,
@@ -35,20 +31,6 @@ class MTPConfig(StrictModel):
         default=False,
         description="feed, mask and learn exactly as speculators 0.9 does, faults included; for comparisons only",
     )
-
-    @field_validator("loss")
-    @classmethod
-    def _known_loss(cls, value: str | dict[str, float]) -> str | dict[str, float]:
-        try:
-            parse_loss(value)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return value
-
-    @property
-    def loss_terms(self) -> tuple[LossTerm, ...]:
-        """The loss as a weighted sum."""
-        return parse_loss(self.loss)
 
     @property
     def step_weights(self) -> tuple[float, ...]:
