@@ -46,6 +46,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # paragraphs are filled anew to the terminal's width
     help="Keep the draft model of a vLLM deployment in step with its verifier.\n\n"
     "`draftsmith retrain RECIPE` runs the whole loop; the other commands run one stage of it, with what comes before "
     "taken from the store. State lives under DRAFTSMITH_HOME (default .draftsmith).",

@@ -74,7 +74,7 @@ def algorithms(
     """Acceptance of each algorithm beside the peer's, trained on the same states for as long.
 
     Measured by the engine, or by the reference loop where an engine on a CPU cannot serve it. Takes hours. Each trained
-    draft becomes a line of <state root>/bench/algorithms.jsonl as soon as it is measured.
+    draft becomes a line of `bench/algorithms.jsonl` in the state root as soon as it is measured.
     """
     require_peer(peer)
     home = prepare_environment().home

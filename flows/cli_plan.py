@@ -15,6 +15,7 @@ from flows.cli_support import (
     SetOption,
     load,
     prepare_environment,
+    print_table,
     show_table,
 )
 
@@ -119,7 +120,10 @@ def plan(
     recipe: RecipeArgument,
     overrides: SetOption = NO_OVERRIDES,
     price: Annotated[float | None, typer.Option("--price-per-hour", min=0, help="price of the machine")] = None,
-    out: Annotated[Path | None, typer.Option(help="file to write it to; default <home>/plans/<recipe>.json")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="file to write it to; default: `plans/` in the state root, under the recipe's name"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what has to be done to keep the recipe's deployment in step, and write that down for `apply`.
@@ -183,7 +187,6 @@ def show_plan(found: Plan) -> None:
     for change in found.details:
         print(f"    {change.part}: {'; '.join(change.lines[:3])}{' …' if len(change.lines) > 3 else ''}")
     if found.stages:
-        from rich.console import Console
         from rich.table import Table
 
         table = Table()
@@ -191,7 +194,7 @@ def show_plan(found: Plan) -> None:
             table.add_column(heading, justify="right" if heading in ("tokens", "states", "time", "cost") else "left")
         for stage in found.stages:
             table.add_row(stage.name, stage.state, stage.why, *numbers(stage))
-        Console().print(table)
+        print_table(table)
         surely = [stage for stage in found.stages if stage.state == "run"]
         for label, stages in (("surely", surely), ("at most", found.to_run)):
             seconds, cost = total(stages, "seconds"), total(stages, "cost")

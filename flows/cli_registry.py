@@ -16,6 +16,7 @@ from flows.cli_support import (
     by_name,
     model_of,
     prepare_environment,
+    print_table,
     run_stages,
     show_model,
     show_table,
@@ -165,7 +166,6 @@ def matrix(
     if as_json:
         print(found.model_dump_json(indent=2))
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("version", title=f"{model}: draft × verifier × vLLM", title_justify="left")
@@ -174,7 +174,7 @@ def matrix(
         table.add_column(f"{verifier}\nvLLM {pair.vllm or '?'} {pair.runtime_key[:8]}")
     for row in found.rows:
         table.add_row(f"{row.version}  {', '.join(row.aliases)}", *(cell_text(cell) for cell in row.cells))
-    Console().print(table)
+    print_table(table)
 
 
 def support(

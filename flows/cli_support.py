@@ -14,6 +14,7 @@ from speculators_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+    from rich.table import Table
 
     from speculators_core.config import Recipe
     from speculators_core.run import Run, StageResult
@@ -132,7 +133,6 @@ def show_model(value: BaseModel, as_json: bool, text: str | None = None) -> None
 
 def show_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     """Label and value pairs in two columns."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, show_header=False, title_justify="left")
@@ -140,4 +140,11 @@ def show_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     table.add_column(overflow="fold")  # a path or digest that is cut cannot be copied
     for label, value in rows:
         table.add_row(label, value)
-    Console().print(table)
+    print_table(table)
+
+
+def print_table(table: Table) -> None:
+    """Print it as it stands: brackets in a cell are text, never rich's markup."""
+    from rich.console import Console
+
+    Console(markup=False).print(table)

@@ -148,7 +148,7 @@ def rows(summary: LoopSummary) -> Sequence[tuple[str, str]]:
         ),
         ("training", "elsewhere" if trained is None else f"{trained.tokens:,} tokens in {trained.seconds:.0f} s"),
         ("registered", f"{summary.registry.model} version {summary.registry.version or '-'}  {list_aliases(summary)}"),
-        ("gate", f"{summary.gate.outcome}: {'; '.join(summary.gate.reasons)}"),
+        ("gate", "\n".join((summary.gate.outcome, *summary.gate.reasons))),
         ("took", f"{summary.seconds:.0f} s, {cached} of {len(summary.stages)} stages cached"),
     ]
     return found

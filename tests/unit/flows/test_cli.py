@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli_support import show_table
 from tests.environment import ROOT, child_environment
 
 DEMO = "deployments/recipes/demo.yaml"
@@ -97,3 +98,9 @@ def test_a_state_root_that_cannot_be_one_is_a_message(tmp_path: Path) -> None:
     found = draftsmith(home, "status", DEMO)
     assert found.returncode == 1 and "Traceback" not in found.stderr
     assert found.stderr.startswith(f"error: {home}") and "mend:" in found.stderr
+
+
+def test_brackets_in_a_cell_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    show_table("[demo]", [("registered", "version 1  [champion]")])
+    shown = capsys.readouterr().out
+    assert "[champion]" in shown and "[demo]" in shown
