@@ -122,7 +122,7 @@ def plan(
     price: Annotated[float | None, typer.Option("--price-per-hour", min=0, help="price of the machine")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="file to write it to; default: `plans/` in the state root, under the recipe's name"),
+        typer.Option(help="file to write it to; default: plans/RECIPE.json of the state root"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
