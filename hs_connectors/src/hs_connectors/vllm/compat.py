@@ -1,7 +1,7 @@
 """Every difference between vLLM versions, in one place.
 
-Run with 0.32.0 (CPU build, Model Runner V1); 0.29 to 0.31 have the same names and signatures. Where one moves or
-changes, this file absorbs it; the connector sees one engine.
+Run with 0.32.0 and 0.31.0 (CPU builds, Model Runner V1); 0.29 and 0.30 have the same names and signatures. Where one
+moves or changes, this file absorbs it; the connector sees one engine.
 """
 
 from __future__ import annotations
