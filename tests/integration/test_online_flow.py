@@ -132,7 +132,7 @@ def test_a_signal_while_several_engines_start_is_heard_by_all_of_them(
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(argv, env=child_environment(run.home), cwd=ROOT, stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600
         while not started.exists() or started.read_text() != "x\nx\n":
             assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
             time.sleep(0.1)
