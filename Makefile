@@ -4,6 +4,7 @@ VENV   := .venv/bin
 PYTEST := $(VENV)/python -m pytest
 # a file's tests stay together, with the engines and services that they share; JOBS=0: one after the other
 JOBS   ?= 2
+SPREAD := -n $(JOBS) --dist loadfile
 
 .PHONY: help setup verifier demo test check trial ui clean
 
@@ -20,13 +21,13 @@ demo: verifier   ## the whole loop on this machine: capture, train, export, eval
 	@$(VENV)/draftsmith retrain deployments/recipes/demo.yaml
 
 test: verifier   ## every test but the long proofs; starts what it needs
-	@$(PYTEST) -n $(JOBS) --dist loadfile -m "not trial" tests
+	@$(PYTEST) $(SPREAD) -m "not trial" tests
 
 check: setup     ## no engine: ruff, mypy, imports, unit and contract tests
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
 	@$(VENV)/mypy
-	@$(PYTEST) -q -m "not engine and not trial" tests/unit tests/contract tests/architecture
+	@$(PYTEST) -q $(SPREAD) -m "not engine and not trial" tests/unit tests/contract tests/architecture
 
 trial: verifier  ## long proofs: stories, chaos, comparison with the peer
 	@$(PYTEST) -m trial tests
