@@ -4,10 +4,33 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from speculators_core.engine.config import EngineDtype
 from speculators_core.types import MOST_DRAFTED, StrictModel
+
+
+class SampleConfig(StrictModel):
+    """Which served conversations are kept, as a recipe's `data.sources` read them; users must have agreed."""
+
+    directory: str = Field(min_length=1, description="where they go, one file for each engine")
+    rate: float = Field(0.0, ge=0, le=1, description="share of the permitted requests that is kept, whatever it is")
+    acceptance_below: float | None = Field(
+        None, ge=1, description="further, replies that are not streamed and whose acceptance length is lower than that"
+    )
+    consent: Literal["header", "all"] = Field(
+        "header", description="header: requests with `x-draftsmith-consent: yes` alone · all: every user agreed"
+    )
+    redact: str | None = Field(
+        None, description="MODULE:FUNCTION in the engine's environment: messages to messages, or None to leave out"
+    )
+    max_bytes: int = Field(256 << 20, ge=1, description="size of a file at which it ends")
+
+    @model_validator(mode="after")
+    def _some(self) -> SampleConfig:
+        if not self.rate and self.acceptance_below is None:
+            raise ValueError("nothing would be kept: give a `rate` above 0, or `acceptance_below`")
+        return self
 
 
 class EngineConfig(StrictModel):
@@ -22,6 +45,7 @@ class EngineConfig(StrictModel):
     kv_cache_gib: float = Field(2.0, gt=0, description="KV cache of one engine in GiB; two are up during a roll")
     enforce_eager: bool = Field(True, description="no graph capture: a fast start; set false on a GPU")
     extra_args: tuple[str, ...] = Field((), description="further flags of vLLM's server, as they are")
+    sample: SampleConfig | None = Field(None, description="keep served conversations; null: none")
     startup_timeout_s: float = Field(600, gt=0, description="longest wait for an engine to become ready")
 
 

@@ -56,7 +56,8 @@ def render(form: Form, version: ServedVersion, config: ServeConfig, model: Path,
         model: the draft's directory as `settled_directory` gives it.
         python: interpreter of the runtime, for the command · vllm: its version, for the image.
     """
-    spec = server_spec(version, config.engine, model)
+    # sampling writes where only an engine of `serve` is sure to be allowed to
+    spec = server_spec(version, config.engine.model_copy(update={"sample": None}), model)
     if form == "command":
         return shlex.join([python, *build_arguments(spec, config.port, host=config.host)]) + "\n"
     # `python -m vllm…` is what the image's own command runs

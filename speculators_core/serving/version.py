@@ -21,6 +21,8 @@ from speculators_core.types import Json, StrictModel
 from speculators_core.verifier.fingerprint import describe_location
 
 _COUNTERS_S = 30.0
+SAMPLE_VARIABLE = "DRAFTSMITH_SAMPLE"
+_SAMPLER = ("--middleware", "hs_connectors.vllm.sampler.Sampler")
 
 
 class ServedVersion(StrictModel):
@@ -64,6 +66,7 @@ class ServedVersion(StrictModel):
 
 def server_spec(version: ServedVersion, config: EngineConfig, model: Path, *, speculate: bool = True) -> ServerSpec:
     """The engine of a version; `model` is its draft as the engine is given it, or without speculation its verifier."""
+    sample = config.sample
     return ServerSpec(
         model=str(model.resolve()),
         names=(version.model,),
@@ -73,7 +76,9 @@ def server_spec(version: ServedVersion, config: EngineConfig, model: Path, *, sp
         kv_cache_gib=config.kv_cache_gib,
         speculative=speculation(model, config.k) if speculate else None,
         enforce_eager=config.enforce_eager,
-        extra_args=config.extra_args,
+        extra_args=(*config.extra_args, *(_SAMPLER if sample else ())),
+        env={SAMPLE_VARIABLE: sample.model_dump_json()} if sample else {},
+        per_request_metrics=sample is not None and sample.acceptance_below is not None,
         trust_remote_code=version.trust_remote_code,
     )
 
