@@ -12,12 +12,10 @@ Every kind of event and its fields: `speculators_core.serving.events`. Leaving t
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,11 +61,7 @@ class ServeProcess:
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
         """Let requests in flight end, then end it; for certain after the grace."""
-        if self.process.poll() is None:
-            os.kill(self.process.group, signal.SIGTERM)  # the command alone: its engine and proxy still have work
-            with suppress(TimeoutError):
-                self.process.wait(grace_s)
-        self.process.stop()
+        self.process.stop(grace_s)
 
 
 @contextmanager
