@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -226,12 +228,20 @@ def describe_os_error(error: OSError) -> DraftsmithError:
     )
 
 
+def require_utf8(texts: Iterable[str]) -> None:
+    """ConfigError for a file name in another encoding: JSON, safetensors and databases could not hold it."""
+    for text in texts:
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ConfigError(f"{text!a} is not UTF-8", mend="give the file or directory another name")
+
+
 def main() -> None:
     """Run the command; errors of ours become one clear message and an exit status (2 recipe, 1 other, 130 signal)."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
     for noisy in ("httpx", "httpcore", "alembic", "mlflow", "matplotlib", "prefect.server"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
+        require_utf8([*sys.argv[1:], str(Path.cwd()), os.environ.get("DRAFTSMITH_HOME", "")])
         status = app(standalone_mode=False)  # a command's typer.Exit comes back as its number
         sys.exit(status if isinstance(status, int) else 0)
     except typer.Exit as stop:

@@ -102,9 +102,11 @@ def copy_draft(source: Path, target: Path) -> None:
     """Copy a draft to a directory that doesn't exist yet."""
     import shutil
 
+    from speculators_core.store.files import write_directory
+
     if target.exists():
         raise ConfigError(f"{target} exists already", mend="name a new directory")
-    shutil.copytree(source, target)
+    write_directory(target, lambda partial: shutil.copytree(source, partial))
 
 
 def show_loop(summary: LoopSummary, target: Path, as_json: bool) -> None:

@@ -23,6 +23,7 @@ from speculators_core.errors import ConfigError, FormatError
 from speculators_core.formats.card import ModelCard
 from speculators_core.formats.directory import CONFIG, WEIGHTS, write_draft
 from speculators_core.formats.servable import check_servable
+from speculators_core.store.files import write_directory
 from speculators_core.types import ExportedDraft
 from speculators_core.verifier.facts import read_facts
 
@@ -97,7 +98,7 @@ def convert(
     name, draft, notes = read_foreign(source, verifier, publish, options)
     kind = str(draft.config[SPECULATORS_KEY])
     card = ModelCard(title=f"{kind} draft, converted", facts={"converted from": f"the layout {name}"})
-    write_draft(target, draft, card)
+    write_directory(target, lambda partial: write_draft(partial, draft, card))
     for note in notes:
         log.info("converted: %s", note)
     return Conversion(
@@ -117,11 +118,14 @@ def convert_to(layout: str, source: Source, target: Path, verifier: Path | None,
     name, draft, notes = read_foreign(source, verifier, None, options)
     depth = None if verifier is None else read_facts(verifier).num_hidden_layers
     config, tensors = to_foreign(draft, layout, depth)
-    target.mkdir(parents=True)
-    save_file(
-        {key: tensor.contiguous() for key, tensor in tensors.items()}, target / WEIGHTS, metadata={"format": "pt"}
-    )
-    (target / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def write(directory: Path) -> None:
+        directory.mkdir()
+        contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+        save_file(contiguous, directory / WEIGHTS, metadata={"format": "pt"})
+        (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    write_directory(target, write)
     kind = str(draft.config[SPECULATORS_KEY])
     return Conversion(layout=name, algorithm=kind, target=layout, path=str(target), tensors=len(tensors), notes=notes)
 

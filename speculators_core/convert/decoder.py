@@ -27,7 +27,7 @@ def geometry_of(config: Mapping[str, Any], style: LayerStyle, *, sliding: bool) 
     Raises:
         FormatError: a key is missing, or the layers have biases.
     """
-    missing = [key for key in NEEDED if config.get(key) is None]
+    missing = [key for key in NEEDED if not config.get(key)]
     if missing:
         raise FormatError(f"config.json lacks {', '.join(missing)}", mend="copy the draft's own config.json again")
     for flag in ("attention_bias", "mlp_bias"):

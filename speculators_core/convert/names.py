@@ -69,8 +69,8 @@ def unfused(tensors: Mapping[str, Tensor], geometry: LayerGeometry) -> dict[str,
         if ".self_attn.qkv_proj." in name:
             parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         elif ".mlp.gate_up_proj." in name:
-            parts = dict.fromkeys(("gate_proj", "up_proj"), tensor.shape[0] // 2)
-        if not parts:
+            parts = dict.fromkeys(("gate_proj", "up_proj"), sum(tensor.shape[:1]) // 2)
+        if not parts or not tensor.ndim:
             found[name] = tensor
             continue
         fused = name.split(".")[-2]
@@ -109,7 +109,7 @@ def with_our_vocabulary(tensors: Mapping[str, Tensor], verifier_size: int, draft
         raise FormatError(f"d2t and t2d tell of {ids.numel()} tokens, config.json of {draft_size}")
     order = ids.argsort()
     for name in VOCABULARY_ROWS:
-        if name in found and found[name].shape[0] == draft_size:
+        if name in found and found[name].shape[:1] == (draft_size,):
             found[name] = found[name][order]
     ids = ids[order]
     t2d = torch.zeros(verifier_size, dtype=torch.bool)

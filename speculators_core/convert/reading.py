@@ -147,14 +147,15 @@ class Reading:
         """
         import transformers
 
-        section = SpeculatorsSection(
-            algorithm=kind,
-            proposal_methods=(GreedyProposal(speculative_tokens=speculative_tokens),),
-            verifier=VerifierReference(
-                name_or_path=self.publish or str(self.verifier_dir), architectures=self.facts.architectures
-            ),
+        verifier = VerifierReference(
+            name_or_path=self.publish or str(self.verifier_dir), architectures=self.facts.architectures
         )
         try:
+            section = SpeculatorsSection(
+                algorithm=kind,
+                proposal_methods=(GreedyProposal(speculative_tokens=speculative_tokens),),
+                verifier=verifier,
+            )
             config = CONFIGS[kind](
                 architectures=(ARCHITECTURES[kind],),
                 speculators_model_type=kind,
@@ -164,7 +165,10 @@ class Reading:
                 **keys,
             )
         except ValidationError as error:
-            lines = "; ".join(str(problem["msg"]).removeprefix("Value error, ") for problem in error.errors())
+            lines = "; ".join(
+                f"{'.'.join(map(str, problem['loc']))} {problem['msg'].removeprefix('Value error, ')}".lstrip()
+                for problem in error.errors()
+            )
             raise FormatError(f"config.json: {lines}") from None
         return Draft(config.model_dump(mode="json"), self.served(tensors))
 

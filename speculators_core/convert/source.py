@@ -62,15 +62,18 @@ class Source:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors on the CPU, and the mask's own embedding where a DFlash draft keeps it in a file of its own."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         pickled = self._pickled()
         if pickled is not None:
             return dict(self._unpickled(pickled))
         found: dict[str, Tensor] = {}
         for file in sorted(set(self._located.values())):
-            with safe_open(file, framework="pt") as opened:
-                found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 — not a mapping
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 — not a mapping
+            except SafetensorError as error:
+                raise FormatError(f"{file} is torn or not safetensors: {error}", mend="copy it again") from error
         mask = self.directory / MASK_EMBEDDING
         if mask.is_file() and "mask_embedding" not in found:
             content = self._unpickled(mask)
@@ -103,8 +106,6 @@ class Source:
 
     def _unpickled(self, path: Path) -> Mapping[str, Tensor]:
         """The one place that opens a pickle, where the user has said that it may."""
-        from pickle import UnpicklingError
-
         import torch
 
         if not self.allow_bin:
@@ -115,9 +116,10 @@ class Source:
             )
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
-        except (UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise FormatError(f"{path} holds more than tensors, or is torn: {reason}") from error
+        except Exception as error:  # bytes of anybody's run as its opcodes; torch's words advise to open it unguarded
+            raise FormatError(
+                f"{path} holds more than tensors, or is torn", mend="copy it again, or ask its author for safetensors"
+            ) from error
         if isinstance(content, torch.Tensor):
             return {"": content}
         plain = isinstance(content, Mapping) and all(isinstance(name, str) for name in content)

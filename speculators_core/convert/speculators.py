@@ -11,8 +11,9 @@ from typing import Any
 from speculators_core.convert.decoder import geometry_of
 from speculators_core.convert.layouts import SPECULATORS_KEY
 from speculators_core.convert.names import with_our_vocabulary
+from speculators_core.convert.options import ConvertOptions
 from speculators_core.convert.reading import Draft, Reading, authors_layers
-from speculators_core.errors import FormatError
+from speculators_core.errors import ConfigError, FormatError
 from speculators_core.formats.config import CONFIGS, FeatureDraftConfig
 from speculators_core.formats.shapes import NEEDED
 from speculators_core.types import ExportedDraft
@@ -61,6 +62,7 @@ def read_speculators(reading: Reading) -> Draft:
     filled = {key: value for key, value in DEFAULTS.get(kind, {}).items() if kept.get(key) is None}
     if filled:
         reading.note(f"taken as vLLM takes them, since they are missing: {', '.join(sorted(filled))}")
+    kept |= _told(kind, kept, reading.options)
     layers = _layers(kind, kept.get("transformer_layer_config") or {})
     kept |= {**filled, "transformer_layer_config": layers}
     if issubclass(CONFIGS[kind], FeatureDraftConfig) and not kept.get("eagle_aux_hidden_state_layer_ids"):
@@ -75,6 +77,26 @@ def read_speculators(reading: Reading) -> Draft:
     if issubclass(CONFIGS[kind], FeatureDraftConfig) and not {"embed_tokens.weight", "lm_head.weight"} <= set(tensors):
         tensors = reading.with_borrowed(tensors, kept["draft_vocab_size"])
     return ExportedDraft({**kept, "dtype": "bfloat16"}, reading.served(tensors))
+
+
+def _told(kind: str, written: Mapping[str, Any], options: ConvertOptions) -> dict[str, Any]:
+    """What the user says and the checkpoint leaves open; ConfigError where it says something else."""
+    layers = "eagle_aux_hidden_state_layer_ids"
+    if layers not in CONFIGS[kind].model_fields:
+        layers = "aux_hidden_state_layer_ids"
+    found: dict[str, Any] = {}
+    for option, key, value in (
+        ("--aux-layers", layers, options.aux_layers),
+        ("--mask-token-id", "mask_token_id", options.mask_token_id),
+    ):
+        if value is None:
+            continue
+        found[key] = list(value) if isinstance(value, tuple) else value
+        if written.get(key, found[key]) != found[key] or key not in CONFIGS[kind].model_fields:
+            raise ConfigError(
+                f"{option} says {found[key]}, and config.json {key}: {written.get(key)}", mend="leave the option out"
+            )
+    return found
 
 
 def _layers(kind: str, written: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,9 +110,6 @@ def given_vocabulary(path: Path, verifier_size: int, size: int | None = None) ->
         raise DataError(
             f"{path} holds neither d2t nor t2d", mend="name a draft with a reduced vocabulary, or a file with a table"
         )
-    for name, table in tables.items():
-        if table.ndim != 1 or table.is_floating_point():
-            raise DataError(f"{path}: {name} must hold whole numbers or truth values in one row")
     try:
         ids = kept_ids(tables.get("d2t"), tables.get("t2d"), verifier_size).sort().values
     except DataError as error:
@@ -131,11 +128,14 @@ def kept_ids(d2t: Tensor | None, t2d: Tensor | None, verifier_size: int) -> Tens
         t2d: [V], whether the draft can propose the token.
 
     Raises:
-        DataError: another verifier's size, ids out of range or given twice, tables that contradict each other, or a
-            d2t that can be read both ways.
+        DataError: no row of whole numbers or truth values, another verifier's size, ids out of range or given twice,
+            tables that contradict each other, or a d2t that can be read both ways.
     """
     import torch
 
+    for name, given in (("d2t", d2t), ("t2d", t2d)):
+        if given is not None and (given.ndim != 1 or given.is_floating_point() or given.is_complex()):
+            raise DataError(f"{name} must hold whole numbers or truth values in one row")
     kept = None
     if t2d is not None:
         if t2d.numel() != verifier_size:

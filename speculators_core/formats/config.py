@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from speculators_core.types import StrictModel
+from speculators_core.types import MOST_DRAFTED, StrictModel
 
 FORMAT_VERSION = "0.9.0"
 """Version of the speculators format that is written; readers show it and do not check it."""
@@ -16,7 +16,9 @@ class GreedyProposal(StrictModel):
     """How the draft proposes: the only method that the format knows."""
 
     proposal_type: Literal["greedy"] = Field(default="greedy", description="discriminator")
-    speculative_tokens: int = Field(ge=1, description="tokens that vLLM drafts at a time unless told otherwise")
+    speculative_tokens: int = Field(
+        ge=1, le=MOST_DRAFTED, description="tokens that vLLM drafts at a time unless told otherwise"
+    )
     verifier_accept_k: int = Field(default=1, ge=1, description="of the format; vLLM ignores it")
     accept_tolerance: float = Field(default=0.0, ge=0, description="of the format; vLLM ignores it")
 

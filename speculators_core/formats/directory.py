@@ -9,6 +9,7 @@ from typing import Any
 from speculators_core.errors import FormatError
 from speculators_core.formats.card import ModelCard, render_card
 from speculators_core.formats.servable import check_servable
+from speculators_core.formats.stated import check_types
 from speculators_core.types import ExportedDraft
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
@@ -48,16 +49,19 @@ def write_draft(directory: Path, draft: ExportedDraft, card: ModelCard) -> Path:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json of a draft; FormatError where there is none."""
+    """config.json of a draft; FormatError where there is none, or keys have wrong types."""
     path = directory / CONFIG
+    if not path.is_file():
+        raise FormatError(f"{directory} holds no {CONFIG}", mend="name a draft's directory")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FormatError(
             f"{directory} holds no readable {CONFIG}: {error}", mend="name a draft's directory"
         ) from error
     if not isinstance(content, dict):
         raise FormatError(f"{path} is not a JSON object", mend="name a draft's directory")
+    check_types(content, str(path))
     return content
 
 

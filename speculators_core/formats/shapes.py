@@ -15,12 +15,13 @@ NEEDED = (
 
 def check_layer_config(layer: Mapping[str, Any], problems: list[str]) -> bool:
     """Whether shapes can be worked out; what vLLM would trip over is added to `problems`."""
-    missing = [key for key in NEEDED if key not in layer]
+    missing = [key for key in NEEDED if layer.get(key) is None]
     if missing:
         problems.append(f"transformer_layer_config lacks {', '.join(missing)}")
         return False
     if len(layer["layer_types"]) != layer["num_hidden_layers"]:
         problems.append("layer_types does not name every layer")
+        return False
     if "sliding_attention" in layer["layer_types"] and not layer.get("sliding_window"):
         problems.append("a sliding layer has no sliding_window")
     for flag in ("attention_bias", "mlp_bias"):

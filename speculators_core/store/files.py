@@ -77,6 +77,22 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
             partial.unlink()
 
 
+def write_directory(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` with a temporary sibling that it makes a directory, and rename that to `path`: all or nothing.
+
+    Raises:
+        StoreError: the disk is full or not writable; nothing is left behind.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
+    try:
+        with storage_errors(path, "writing"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(partial)
+            partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def sync(path: Path) -> None:
     """fsync of a file or directory."""
     descriptor = os.open(path, os.O_RDONLY)

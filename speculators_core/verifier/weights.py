@@ -203,7 +203,10 @@ def _weight_map(index: Path) -> dict[str, str]:
 def parse_index(content: bytes, index: str) -> dict[str, str]:
     """Tensor name -> file name, from a safetensors index. VerifierError where it is none."""
     try:
-        mapping = json.loads(content)["weight_map"]
-        return {str(name): str(file) for name, file in mapping.items()}
+        mapping = {str(name): str(file) for name, file in json.loads(content)["weight_map"].items()}
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise VerifierError(f"{index} is not a safetensors index: {error}", mend="copy the verifier again") from error
+    outside = sorted(file for file in set(mapping.values()) if ".." in file.split("/") or file.startswith("/"))
+    if outside:
+        raise VerifierError(f"{index} names {outside[0]}, which is none of its files", mend="copy the verifier again")
+    return mapping

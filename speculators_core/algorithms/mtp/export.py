@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from speculators_core.errors import FormatError
 from speculators_core.formats.config import GreedyProposal, NativeHeadConfig, SpeculatorsSection, VerifierReference
 from speculators_core.formats.directory import read_draft
 from speculators_core.formats.servable import check_servable
+from speculators_core.store.files import write_directory
 from speculators_core.types import ExportedDraft
 from speculators_core.verifier.weights import locate
 
@@ -90,19 +90,23 @@ def stitch(draft_dir: Path, verifier_dir: Path, target: Path, *, link: bool = Fa
         )
     if target.exists():
         raise FormatError(f"{target} exists already", mend="name a directory that does not exist yet")
-    target.mkdir(parents=True)
     touched = {located[name].name for name in native}
-    for path in sorted(verifier_dir.iterdir()):
-        if path.is_dir():
-            continue
-        if path.name in touched:
-            _rewrite(path, target / path.name, native)
-        elif link:
-            (target / path.name).symlink_to(path.resolve())
-        else:
-            shutil.copy2(path, target / path.name)
-            if _digest(path) != _digest(target / path.name):
-                raise FormatError(f"{target / path.name} did not come out as {path}", mend="look at the disk")
+
+    def write(directory: Path) -> None:
+        directory.mkdir()
+        for path in sorted(verifier_dir.iterdir()):
+            if path.is_dir():
+                continue
+            if path.name in touched:
+                _rewrite(path, directory / path.name, native)
+            elif link:
+                (directory / path.name).symlink_to(path.resolve())
+            else:
+                shutil.copy2(path, directory / path.name)
+                if _digest(path) != _digest(directory / path.name):
+                    raise FormatError(f"{target / path.name} did not come out as {path}", mend="look at the disk")
+
+    write_directory(target, write)
     log.info("stitched tensors=%d files=%d into=%s", len(native), len(touched), target)
     return len(native)
 
@@ -122,9 +126,7 @@ def _rewrite(source: Path, target: Path, native: Mapping[str, Tensor]) -> None:
                 mend="stitch a head into the verifier that it was taken from",
             )
     replaced = {name: native[name].to(tensors[name].dtype).contiguous() for name in native.keys() & tensors.keys()}
-    partial = target.with_suffix(f".{os.getpid()}.partial")
-    save_file(tensors | replaced, partial, metadata=metadata)
-    partial.replace(target)
+    save_file(tensors | replaced, target, metadata=metadata)
     with safe_open(source, framework="pt") as before, safe_open(target, framework="pt") as after:
         if set(before.keys()) != set(after.keys()):
             raise FormatError(f"{target} lost tensors", mend="look at the disk")
