@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections import Counter
 from functools import partial
@@ -47,8 +48,9 @@ def regenerate(run: Run) -> StageResult:
 
         runtime = engine.runtime or run.recipe.runtime
         longest = min(config.regeneration.max_context or config.max_length, config.max_length)
-        records = records_of(run, key)
-        streamed = run.recipe.hidden_states.streamed  # no set is made: nobody would read them
+        records, states = records_of(run, key), run.recipe.hidden_states
+        # sampled replies cannot be captured in the same request: streams do without
+        wanted = not states.streamed or (states.mode == "hybrid" and not config.regeneration.temperature)
         report = replies.answer(
             data.draw(list(read_conversations(config.sources, Counter())), config),
             runtime,
@@ -58,7 +60,8 @@ def regenerate(run: Run) -> StageResult:
             config.regeneration.model_copy(update={"max_context": longest}),
             records / replies.REPLIES,
             # a server that somebody else runs captures elsewhere; and some families vLLM cannot capture at all
-            records=records if runtime.url is None and engine.source == "engine" and not streamed else None,
+            records=records if runtime.url is None and engine.source == "engine" and wanted else None,
+            most_bytes=states.cache_gib * 2**30 if states.streamed else math.inf,
             verifier_dir=run.verifier,
             home=run.home,
             template_kwargs=config.template_kwargs,
@@ -128,7 +131,7 @@ def require_prompts(recipe: Recipe, dataset: StageResult) -> StageResult:
 def capture(run: Run, dataset: ArtifactRef) -> StageResult:
     """These rows through this verifier on this runtime: hidden states at the draft's layers and the last."""
     config = run.recipe.capture
-    answered = regenerate(run) if run.recipe.data.replies == "regenerate" else None
+    answered = run.recipe.data.replies == "regenerate"
     (inputs, settings), key = captured_with(run, dataset), capture_digest(run, dataset)
 
     def build(workspace: Path) -> dict[str, Any]:
@@ -136,7 +139,7 @@ def capture(run: Run, dataset: ArtifactRef) -> StageResult:
         from speculators_core.states.replies import capture_answers
 
         rows = RowSet.open(run.store.path(dataset))
-        records = None if answered is None else records_of(run, answered.ref.uri.rsplit("/", 1)[-1])
+        records = answers_of(run) if answered else None
         report = (partial(capture_answers, records=records) if records is not None else capture_rows)(
             rows,
             config.runtime or run.recipe.runtime,
@@ -181,6 +184,11 @@ def captured_with(run: Run, dataset: ArtifactRef) -> tuple[dict[str, str], dict[
     if config.codec != "none":
         settings["codec"] = config.codec
     return inputs, settings
+
+
+def answers_of(run: Run) -> Path:
+    """Where the requests that made this recipe's replies left their records."""
+    return records_of(run, regenerate(run).ref.uri.rsplit("/", 1)[-1])
 
 
 def records_of(run: Run, key: str) -> Path:

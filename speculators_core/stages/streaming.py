@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +14,14 @@ from speculators_core.engine.remote import CaptureTerms, RecordStore
 from speculators_core.engine.runtime import probe_runtime
 from speculators_core.errors import ConfigError
 from speculators_core.run import Run
-from speculators_core.stages.states import require_same_rendering
+from speculators_core.stages.states import answers_of, require_same_rendering
 from speculators_core.states.config import CaptureConfig, OnlineRequest, Seat
 from speculators_core.types import ArtifactRef
 
 if TYPE_CHECKING:
     from speculators_core.states.keeper import Station
 
+log = logging.getLogger(__name__)
 PLACE = ".online"
 
 
@@ -39,6 +41,7 @@ def streaming(run: Run, dataset: ArtifactRef, workspace: Path) -> Iterator[Onlin
     from speculators_core.states.capture import bytes_per_token, context_for
     from speculators_core.states.handshake import server_command
     from speculators_core.states.keeper import keep_engines
+    from speculators_core.states.online import keep_answers
     from speculators_core.states.stores import provided_store
 
     recipe, config, place = run.recipe, run.recipe.hidden_states, workspace / PLACE
@@ -77,6 +80,8 @@ def streaming(run: Run, dataset: ArtifactRef, workspace: Path) -> Iterator[Onlin
             ranks=recipe.training.processes,
             without_last=recipe.data.replies == "regenerate",
         )
+        if request.without_last and (number := keep_answers(rows, answers_of(run), request)):
+            log.info("%d rows have the states that their replies left", number)
         try:
             with keep_engines(
                 stations,

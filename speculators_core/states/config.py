@@ -23,7 +23,9 @@ class CaptureConfig(StrictModel):
     )
     backend: str = Field("file", description="how records travel from the engine: a backend of hs_connectors")
     backend_config: dict[str, Any] = Field(
-        default_factory=dict, description="the backend's settings; empty with `file`: a directory in the workspace"
+        default_factory=dict,
+        description="the backend's settings; empty with `file`: a directory in the workspace; with `shm` and `mooncake`: "
+        "a store on this host that lives as long as the engines",
     )
     codec: str = Field("none", description="how states are encoded on the way")
     concurrency: int = Field(32, ge=1, description="requests in flight at once")
@@ -75,7 +77,8 @@ class HiddenStatesConfig(StrictModel):
     mode: Literal["offline", "online", "hybrid"] = Field(
         "offline",
         description="offline: captured before training · online: streamed from engines that run beside it, only "
-        "held-out rows are kept · hybrid: the same, and rows are kept as far as `cache_gib` goes",
+        "held-out rows are kept · hybrid: the same, and rows are kept as far as `cache_gib` goes, those of replies "
+        "that the verifier makes from the requests that make them",
     )
     engines: tuple[Seat, ...] = Field(
         (Seat(),),

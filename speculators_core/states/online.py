@@ -7,6 +7,7 @@ order is the trainer's, whatever order answers arrive in.
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,12 +19,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hs_connectors.errors import ConnectorError
 from speculators_core.data.rows import RowSet
+from speculators_core.errors import CaptureError
 from speculators_core.states.collect import Row, Rows, each, ids_of
 from speculators_core.states.config import OnlineRequest
 from speculators_core.states.kept import KeptRows
 from speculators_core.states.pool import EnginePool
-from speculators_core.states.replies import WithoutLastToken
+from speculators_core.states.replies import (
+    REPLIES,
+    WithoutLastToken,
+    beginning,
+    match_handles,
+    read_regenerated,
+    records_reader,
+)
 from speculators_core.states.shards import StatesFacts
 
 
@@ -109,6 +119,30 @@ class OnlineStates:
             states = self._pool.states_of(row)
             self._kept.put(position, row, states)
         return states
+
+
+def keep_answers(rows: Rows, records: Path, request: OnlineRequest) -> int:
+    """Keep the states that the requests which made the replies left, as far as rows are kept; how many.
+
+    What else they left is removed, and what is missing is asked of an engine when training reads it.
+    """
+    if not (records / REPLIES).is_file():
+        return 0
+    facts, inputs, number = facts_of(request), WithoutLastToken(rows), 0
+    found = list(each(inputs))
+    lengths, splits = [ids_of(row).shape[0] for row in found], [str(row.split) for row in found]
+    kept = KeptRows(Path(request.cache), facts, lengths, splits, request.states.cache_gib * 2**30)
+    handles, reader = match_handles(rows, read_regenerated(records / REPLIES)), records_reader(records, request.capture)
+    for position in sorted(kept.positions):
+        row = inputs.row(position)
+        try:
+            record = reader.get(handles[row.index], 0)
+            kept.put(position, row, beginning(record, row, facts).hidden_states)
+            number += 1
+        except (KeyError, ConnectorError, CaptureError):
+            continue  # asked for like any other
+    shutil.rmtree(records)
+    return number
 
 
 class _Reading:

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hs_connectors.contract import Handle, Reader
+from hs_connectors.contract import Handle, Reader, Record
 from hs_connectors.errors import ConnectorError
 from hs_connectors.registry import open_reader
 from speculators_core.data.check import check_prompts
 from speculators_core.data.config import RegenerationConfig
 from speculators_core.data.conversations import Conversation
-from speculators_core.data.regenerate import RegenerationReport, regenerate
+from speculators_core.data.regenerate import RegeneratedTurn, RegenerationReport, regenerate
 from speculators_core.data.template import ChatTemplate
 from speculators_core.engine.config import ServerSpec
 from speculators_core.engine.runtime import Runtime, probe_runtime
@@ -33,16 +36,18 @@ from speculators_core.engine.server import Engine, serve
 from speculators_core.errors import CaptureError
 from speculators_core.states.capture import (
     CaptureReport,
+    bytes_per_token,
     capture_rows,
     capture_server,
     conclude,
     plan_capture,
     records_config,
 )
-from speculators_core.states.collect import Rows, content_of, each, ids_of
+from speculators_core.states.collect import Row, Rows, content_of, each, ids_of
 from speculators_core.states.config import CaptureConfig
 from speculators_core.states.gates import check_layers, check_record
 from speculators_core.states.parity import ParityGate
+from speculators_core.states.shards import StatesFacts
 from speculators_core.states.source import Tally
 from speculators_core.types import ProgressCallback
 from speculators_core.verifier.facts import read_facts
@@ -50,6 +55,7 @@ from speculators_core.verifier.facts import read_facts
 log = logging.getLogger(__name__)
 
 REPLIES = "replies.jsonl"
+_WRITTEN_S = 10.0
 
 
 class RecordsGone(CaptureError):
@@ -66,6 +72,7 @@ def answer(
     output: Path,
     *,
     records: Path | None,
+    most_bytes: float = math.inf,
     verifier_dir: Path,
     home: Path,
     template_kwargs: dict[str, Any],
@@ -75,6 +82,7 @@ def answer(
     """Serve the verifier and have it answer; with `records`, that directory is where its hidden states are left.
 
     Args:
+        most_bytes: of states that are left; what comes after them is removed as it comes.
         layer_ids: ascending; the last is the number of layers.
         fingerprint: digest of the verifier, template and its kwargs included.
         output: JSON Lines as `regenerate` writes them. Both directories survive a kill: the same call goes on.
@@ -86,14 +94,13 @@ def answer(
     facts, template = read_facts(verifier_dir), ChatTemplate.load(verifier_dir, template_kwargs)
     positions = facts.max_position_embeddings
     context = min(replies.max_context or positions, positions - 1)  # capturing speculates on one token more
-    length = min(context + 8, positions)
+    length, on_turn = min(context + 8, positions), None
     if records is not None:
         info = probe_runtime(runtime, home=home)
-        # all records lie there until they are a set: they need a disk, whatever the rows would travel by
-        kept = config.model_copy(update={"backend": "file", "backend_config": {}})
         layers = check_layers(layer_ids, facts.num_hidden_layers)
+        on_turn = _within(most_bytes, bytes_per_token(facts, layers, config.dtype), records_reader(records, config))
         spec = capture_server(
-            kept,
+            _on_disk(config),
             verifier_dir,
             layers,
             fingerprint,
@@ -124,6 +131,7 @@ def answer(
             capture=records is not None,
             producer=fingerprint,
             progress=progress,
+            on_turn=on_turn,
         )
 
 
@@ -150,12 +158,11 @@ def capture_answers(
         as `capture_rows`.
     """
     if (records / REPLIES).is_file() and config.source == "engine":
-        kept = config.model_copy(update={"backend": "file", "backend_config": {}})
         try:
             return store_handles(
                 rows,
                 match_handles(rows, read_regenerated(records / REPLIES)),
-                open_reader("file", records_config(kept, records)),
+                records_reader(records, config),
                 layer_ids,
                 fingerprint,
                 config,
@@ -178,6 +185,34 @@ def capture_answers(
         check=check,
         progress=progress,
     )
+
+
+def records_reader(records: Path, config: CaptureConfig) -> Reader:
+    """Reads what `answer` left."""
+    return open_reader("file", records_config(_on_disk(config), records))
+
+
+def _on_disk(config: CaptureConfig) -> CaptureConfig:
+    """Records of replies lie until training or a set takes them: they need a disk, whatever rows would travel by."""
+    return config.model_copy(update={"backend": "file", "backend_config": {}})
+
+
+def _within(most_bytes: float, per_token: int, reader: Reader) -> Callable[[RegeneratedTurn], None]:
+    """What removes the records of turns beyond a number of bytes; called from many threads."""
+    lock, left = threading.Lock(), most_bytes
+
+    def look(turn: RegeneratedTurn) -> None:
+        nonlocal left
+        with lock:
+            left -= (len(turn.prompt_token_ids) + len(turn.token_ids)) * per_token
+            fits = left >= 0
+        if not fits and isinstance(turn.kv_transfer_params, Mapping) and "handle" in turn.kv_transfer_params:
+            handle = Handle.from_json(turn.kv_transfer_params["handle"])
+            with suppress(ConnectorError):  # it is written only now
+                reader.get(handle, _WRITTEN_S)
+            reader.delete(handle)
+
+    return look
 
 
 def publish_replies(answered: Path, target: Path) -> None:
@@ -261,10 +296,7 @@ def store_handles(
                 f"the record of row {row.index} cannot be read: {error.what}",
                 mend=error.mend or "capture the rows anew",
             ) from error
-        ids = ids_of(row)
-        # A row that was cut at the longest length is the beginning of its record.
-        record = replace(record, token_ids=record.token_ids[: len(ids)], hidden_states=record.hidden_states[: len(ids)])
-        check_record(record, row.index, ids, collector.facts)
+        record = beginning(record, row, collector.facts)
         durable = collector.add(content_of(row, record.hidden_states))
         tally.add(record)
         for index in durable:
@@ -273,6 +305,14 @@ def store_handles(
             progress(done + 1, len(missing))
     tally.seconds = time.monotonic() - started
     return conclude(collector, gate, workspace, tally)
+
+
+def beginning(record: Record, row: Row, facts: StatesFacts) -> Record:
+    """The part of a reply's record that a row holds: less where the row was cut. CaptureError where it is another's."""
+    ids = ids_of(row)
+    part = replace(record, token_ids=record.token_ids[: len(ids)], hidden_states=record.hidden_states[: len(ids)])
+    check_record(part, row.index, ids, facts)
+    return part
 
 
 class WithoutLastToken:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
-from synthetic_states import FACTS, make_rows, record_for
+from synthetic_states import FACTS, ListOfRows, make_rows, record_for
 
 from hs_connectors.contract import Handle
 from hs_connectors.registry import open_reader, open_writer
-from speculators_core.states.capture import CaptureReport
-from speculators_core.states.config import CaptureConfig
-from speculators_core.states.replies import RecordsGone, publish_replies, store_handles
+from speculators_core.data.regenerate import RegeneratedTurn
+from speculators_core.engine.remote import CaptureTerms
+from speculators_core.states.capture import RECORDS_NAME, CaptureReport
+from speculators_core.states.config import CaptureConfig, HiddenStatesConfig, OnlineRequest
+from speculators_core.states.kept import KeptRows
+from speculators_core.states.online import keep_answers
+from speculators_core.states.replies import (
+    REPLIES,
+    RecordsGone,
+    WithoutLastToken,
+    _within,
+    publish_replies,
+    records_reader,
+    store_handles,
+)
 from speculators_core.states.sets import StateSet
 from tests.unit.speculators_core.algorithms.tiny import write_verifier
 
@@ -47,6 +60,60 @@ def test_rows_without_records_are_missed_and_what_is_stored_stays(tmp_path: Path
         assert stored.input_ids.tolist() == row.input_ids[:-1].tolist(), "the last token was never an input"
         assert torch.equal(stored.hidden_states, record_for(row).hidden_states[:-1])
     assert not list((tmp_path / "records").glob("*.safetensors")), "what is in the set is not kept twice"
+
+
+@pytest.fixture
+def answered(tmp_path: Path) -> tuple[ListOfRows, Path, list[RegeneratedTurn]]:
+    """Rows, where the records of their replies lie, and these."""
+    rows, records, turns = make_rows(LENGTHS), tmp_path / "records", []
+    writer = open_writer("file", {"root": str(records / RECORDS_NAME), "fsync": False})
+    for row in rows.content:
+        whole, ids = record_for(row), row.input_ids.tolist()
+        part = replace(whole, token_ids=whole.token_ids[:-1], hidden_states=whole.hidden_states[:-1])
+        told = {"handle": writer.put(f"r{row.index}", part).to_json()}
+        turns.append(RegeneratedTurn(f"c{row.index}", 1, tuple(ids[:2]), tuple(ids[2:]), "stop", told))
+    lines = [json.dumps({"turns": [asdict(turn)]}) for turn in turns]
+    (records / REPLIES).write_text("\n".join(lines))
+    return rows, records, turns
+
+
+def test_training_keeps_the_states_that_replies_left_as_far_as_it_keeps_rows(
+    answered: tuple[ListOfRows, Path, list[RegeneratedTurn]], tmp_path: Path
+) -> None:
+    rows, records, _ = answered
+    terms = CaptureTerms(
+        layer_ids=FACTS.layer_ids, states_dtype=FACTS.dtype, codec="none",
+        verifier_fingerprint=FACTS.verifier_fingerprint, context=99,
+    )  # fmt: skip
+    quota = 40 * FACTS.bytes_per_token / 2**30
+    request = OnlineRequest(
+        dataset="", dataset_digest="d", terms=terms, command=("serve",), hidden_size=FACTS.hidden_size, book="",
+        cache=str(tmp_path / "kept"), capture=CaptureConfig(), without_last=True,
+        states=HiddenStatesConfig(mode="hybrid", cache_gib=quota),
+    )  # fmt: skip
+    (records / RECORDS_NAME / "r1.safetensors").unlink()
+    number = keep_answers(rows, records, request)
+    cut = WithoutLastToken(rows)
+    lengths = [length - 1 for length in LENGTHS]
+    kept = KeptRows(tmp_path / "kept", FACTS, lengths, [row.split for row in rows.content], 40 * FACTS.bytes_per_token)
+    found = {position: kept.get(position, cut.row(position)) for position in kept.positions}
+    assert found[1] is None and 2 < number == len(found) - 1 < len(LENGTHS) - 1
+    for position, states in found.items():
+        if states is not None:
+            assert torch.equal(states, record_for(rows.content[position]).hidden_states[:-1])
+    assert not records.exists(), "what is kept is kept once"
+    assert keep_answers(rows, records, request) == 0
+
+
+def test_records_beyond_the_quota_are_removed_as_they_come(
+    answered: tuple[ListOfRows, Path, list[RegeneratedTurn]],
+) -> None:
+    _, records, turns = answered
+    look = _within(50, 1, records_reader(records, CaptureConfig()))
+    for turn in turns:
+        look(turn)
+    left = {path.stem for path in (records / RECORDS_NAME).glob("*.safetensors")}
+    assert left == {"r0", "r1", "r2", "r3"}, "5 + 9 + 30 + 4 tokens"
 
 
 def test_published_replies_do_not_say_where_their_records_lay(tmp_path: Path) -> None:
