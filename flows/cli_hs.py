@@ -110,6 +110,8 @@ def gc(
     lease belongs to nobody: its reader died.
     """
     with connector_errors():
+        if find_set(store) is not None:
+            raise ConfigError(f"{store} is a finished set, no store", mend="`draftsmith gc` looks after sets")
         from hs_connectors.upkeep import collect
 
         expired = collect(open_store(store), as_seconds(lease), apply=apply)

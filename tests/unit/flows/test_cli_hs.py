@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from flows.cli_hs import app, as_seconds
@@ -171,3 +172,15 @@ def test_times() -> None:
     for wrong in ("", "h", "-1s", "soon", "inf", "nan"):
         with pytest.raises(ConfigError, match="no time"):
             as_seconds(wrong)
+
+
+def test_gc_touches_neither_a_set_nor_weights(states: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a finished set, no store"):
+        CliRunner().invoke(app, ["gc", str(states), "--apply", "--lease", "0s"], catch_exceptions=False)
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    save_file({"lm_head.weight": torch.ones(4, 4)}, weights)
+    with pytest.raises(DraftsmithError, match="not deleted"):
+        CliRunner().invoke(app, ["gc", str(weights.parent), "--apply", "--lease", "0s"], catch_exceptions=False)
+    assert weights.is_file()
+    StateSet.open(str(states)).verify()

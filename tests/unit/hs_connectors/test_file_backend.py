@@ -11,10 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from hs_connectors import Handle, open_reader, open_writer
 from hs_connectors.backends.file import FileBackend
-from hs_connectors.errors import CaptureFailed, RecordTimeout, StorageError
+from hs_connectors.errors import CaptureFailed, RecordTimeout, SettingsError, StorageError
+from hs_connectors.record import pack
 from hs_connectors.testing import make_record
 
 
@@ -35,6 +38,24 @@ def test_a_link_in_the_root_is_neither_read_nor_written_through(tmp_path: Path) 
     (root / "gone.safetensors").symlink_to(outside)
     reader.delete(Handle("file", "gone"))
     assert outside.read_text() == "secret"
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"schema": "draftsmith.states/1"}])
+def test_weights_in_the_root_are_no_records_and_never_deleted(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    save_file({"lm_head.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors", metadata=metadata)
+    store = FileBackend({"root": str(tmp_path)})
+    store.publish("row", pack(make_record(3)))
+    store.publish("torn", b"torn")
+    with pytest.raises(StorageError, match="not deleted"):
+        store.discard("model")
+    store.discard("row")
+    store.discard("torn")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_root_is_a_path() -> None:
+    with pytest.raises(SettingsError, match="root"):
+        FileBackend({"root": 3})
 
 
 def test_leftovers_of_killed_writers_are_swept_and_live_ones_kept(tmp_path: Path) -> None:

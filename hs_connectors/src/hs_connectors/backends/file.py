@@ -26,6 +26,8 @@ from hs_connectors.errors import CaptureFailed, SettingsError, StorageError
 log = logging.getLogger(__name__)
 _ENGINE = "engine.json"
 _RECORD, _ERROR = ".safetensors", ".error.json"
+_HEADER_LIMIT = 100_000_000
+"""Bytes of a safetensors header: the format's own limit."""
 _PAUSES_S = (0.001, 0.05)
 _YOUNG_S = 60.0
 """A `.part` younger than this may belong to a writer that has not locked it yet."""
@@ -38,7 +40,7 @@ class FileBackend:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         unknown = set(config) - {"root", "fsync"}
-        if unknown or not config.get("root"):
+        if unknown or not config.get("root") or not isinstance(config["root"], str | os.PathLike):
             raise SettingsError(f"the file backend takes root (a directory) and fsync, got {dict(config)!r}")
         self._root = Path(str(config["root"])).absolute()
         self._fsync = bool(config.get("fsync", True))
@@ -86,9 +88,14 @@ class FileBackend:
         return await_payload(look, timeout_s, _PAUSES_S, f"record {key} of {self._root}")
 
     def discard(self, key: str) -> None:
-        """Unlink the record and its marker."""
+        """Unlink the record and its marker; StorageError for weights of anybody's that bear the name of one."""
         try:
-            for name in (check_key(key) + _RECORD, key + _ERROR):
+            if self._is_foreign(check_key(key) + _RECORD):
+                raise StorageError(
+                    f"{self._root / key}{_RECORD} holds tensors, but no record: it is not deleted",
+                    mend="name a directory of its own as the store's root",
+                )
+            for name in (key + _RECORD, key + _ERROR):
                 (self._root / name).unlink(missing_ok=True)
         except OSError as error:
             raise self._refused(f"refused to delete record {key}", error) from error
@@ -130,6 +137,22 @@ class FileBackend:
         except ValueError as error:
             raise StorageError(f"{self._root / _ENGINE} is not JSON: {error}") from error
         return facts
+
+    def _is_foreign(self, name: str) -> bool:
+        """Whether that file is a safetensors file of another kind; what cannot be read is no weights of anybody's."""
+        from hs_connectors.record import SCHEMA
+
+        path = self._root / name
+        if path.is_symlink() or not path.is_file():
+            return False
+        try:
+            with path.open("rb") as file:
+                header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _HEADER_LIMIT)))
+        except (FileNotFoundError, ValueError, RecursionError):
+            return False
+        metadata = header.get("__metadata__") if isinstance(header, dict) else None
+        schema = metadata.get("schema") if isinstance(metadata, dict) else None
+        return not str(schema).startswith(SCHEMA.partition("/")[0])
 
     def _write(self, name: str, content: Payload) -> None:
         part = self._root / f".{name}.{secrets.token_hex(8)}.part"
