@@ -24,8 +24,8 @@ class CaptureConfig(StrictModel):
     backend: str = Field("file", description="how records travel from the engine: a backend of hs_connectors")
     backend_config: dict[str, Any] = Field(
         default_factory=dict,
-        description="the backend's settings; empty with `file`: a directory in the workspace; with `shm` and `mooncake`: "
-        "a store on this host that lives as long as the engines",
+        description="the backend's settings; empty with `file`: a directory in the workspace; with `shm` and "
+        "`mooncake`: a store on this host that lives as long as the engines",
     )
     codec: str = Field("none", description="how states are encoded on the way")
     concurrency: int = Field(32, ge=1, description="requests in flight at once")
