@@ -104,7 +104,7 @@ def load_verifier(verifier_dir: Path, dtype: str, *, trust_remote_code: bool = F
     """The whole verifier as transformers runs it, frozen; a multimodal one with its towers.
 
     Args:
-        dtype: torch name.
+        dtype: torch name, or auto: as the files have it.
 
     Raises:
         VerifierError: transformers cannot load the directory.
@@ -117,7 +117,10 @@ def load_verifier(verifier_dir: Path, dtype: str, *, trust_remote_code: bool = F
     try:
         with _no_progress_bar():
             model = kind.from_pretrained(
-                verifier_dir, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code, local_files_only=True
+                verifier_dir,
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
             )
     except (OSError, ValueError, ImportError) as error:
         raise VerifierError(

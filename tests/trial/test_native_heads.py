@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,15 @@ def expected_al(objective: MTPObjective, head: MTPHead, rows: list[Aligned]) -> 
     return 1 + sum(walked) / len(walked)
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small only make threads wait for each other, for minutes where the machine does other work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_tuned_head_is_accepted_as_the_walk_says(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -166,7 +176,7 @@ def test_a_tuned_head_is_accepted_as_the_walk_says(name: str, tmp_path: Path) ->
             model=str(directory), max_model_len=256, max_num_seqs=8, kv_cache_gib=1.0,
             speculative=speculation(directory, K),
         )  # fmt: skip
-        with serve(runtime, spec, home=tmp_path / "home") as engine, engine.client() as client:
+        with serve(runtime, spec, home=tmp_path / "home", startup_timeout_s=900) as engine, engine.client() as client:
             requests = [
                 GenerationRequest(id=str(i), prompt_token_ids=tuple(ids), max_tokens=REPLY, ignore_eos=True)
                 for i, ids in enumerate(prompts[-16:].tolist())

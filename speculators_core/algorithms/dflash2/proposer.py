@@ -38,7 +38,7 @@ def draft_logits(model: nn.Module, context: DraftContext, k: int, choose: Choose
         previous = torch.tensor([chosen[-1]]) if chosen else context.input_ids[-1:]
         candidates_1C = best_KC.indices[place][None]
         logits_1C = best_KC.values[place][None].float()
-        scores_1C = model.candidate_selector(logits_1C, candidates_1C, previous, hidden_KH[place][None])
-        return torch.full_like(unary_KV[place], float("-inf")).scatter(0, candidates_1C[0], scores_1C[0])
+        scores_1C: Tensor = model.candidate_selector(logits_1C, candidates_1C, previous, hidden_KH[place][None])
+        return scores_1C.new_full(unary_KV[place].shape, float("-inf")).scatter(0, candidates_1C[0], scores_1C[0])
 
     return one_by_one(k, choose, scores)

@@ -38,7 +38,11 @@ class Reply:
 
 
 class Drafter:
-    """A served draft that proposes tokens with the distributions that they were drawn from."""
+    """A served draft that proposes tokens with the distributions that they were drawn from.
+
+    Its products are rounded to the dtype of the verifier's states, as an engine's are: the best of rounded logits is
+    now and then another.
+    """
 
     def __init__(self, draft: ServedDraft) -> None:
         self._proposer, self._model = draft.proposer, draft.module()
@@ -54,7 +58,9 @@ class Drafter:
             tokens.append(dice.draw(distributions[-1]))
             return tokens[-1]
 
-        self._proposer.logits(self._model, context, k, choose)
+        dtype = context.aux_TAH.dtype
+        with torch.autocast(context.aux_TAH.device.type, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+            self._proposer.logits(self._model, context, k, choose)
         return tokens, distributions
 
 

@@ -111,6 +111,28 @@ def test_greedy_replies_are_the_verifiers_own_and_acceptance_is_what_the_walk_pr
     assert accepted > 0, "or nothing was tested"
 
 
+@pytest.mark.parametrize("kind", registry.names())
+def test_a_draft_computes_in_the_dtype_of_its_verifier(kind: str, verifier: Path, tmp_path: Path) -> None:
+    draft, _ = drafted(kind, verifier, tmp_path / "draft")
+    loop, drafter = ReferenceVerifier(verifier, layers_of(draft), "auto"), Drafter(draft)
+    loop.begin()
+    _, states = loop.feed(PROMPTS[0])
+    assert states.dtype == torch.bfloat16, "auto: as the files have it"
+    states = (states[:, :-1] if states.shape[1] > 1 else states).flatten(1)
+    context = DraftContext(torch.tensor([*PROMPTS[0][1:], 7]), states)
+    seen: list[Tensor] = []
+
+    class Watching(Dice):
+        def distribution(self, logits_V: Tensor) -> Tensor:
+            seen.append(logits_V)
+            return super().distribution(logits_V)
+
+    tokens, _ = drafter.propose(context, K, Watching(Sampling()))
+    assert len(tokens) == K
+    likely = [logits[logits.isfinite()].float() for logits in seen]
+    assert kind == "dflash2" or all(torch.equal(values, values.bfloat16().float()) for values in likely)
+
+
 def within(reply: Reply) -> list[int]:
     """Accepted tokens that lie in the reply: a walk knows of no others, while an engine counts them."""
     place, counts = 1, []
