@@ -100,9 +100,12 @@ def as_bytes(text: str) -> int:
     number = text.strip().upper().rstrip("BIKMGTP ")
     unit = text.strip().upper()[len(number) :].strip()
     try:
-        return round(float(number) * units[unit])
-    except (ValueError, KeyError):
-        raise ConfigError(f"{text!r} is no size", mend="write e.g. 500GiB or 2TB") from None
+        size = round(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        size = -1
+    if size < 0:
+        raise ConfigError(f"{text!r} is no size", mend="write e.g. 500GiB or 2TB")
+    return size
 
 
 def as_text(num_bytes: int) -> str:

@@ -214,6 +214,8 @@ def _load(path: Path) -> npt.NDArray[Any]:
 
     try:
         table: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+        if table.dtype.kind not in "biu":
+            raise ValueError(f"it holds {table.dtype}, not whole numbers or truth values")
         return table
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is not a readable .npy file: {error}", mend="write it with numpy.save") from error

@@ -24,3 +24,9 @@ def test_sizes_are_read_and_written():
     for text in ("", "much", "12 parsecs", "GB"):
         with pytest.raises(ConfigError, match="is no size"):
             as_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["-5GB", "inf", "nan", "1e400TB", "", "x"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no size"):
+        as_bytes(text)

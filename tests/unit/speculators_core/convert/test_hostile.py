@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,7 +22,8 @@ from speculators_core.convert.fetch import fetch_verifier
 from speculators_core.convert.foreign import to_foreign
 from speculators_core.convert.options import ConvertOptions
 from speculators_core.convert.source import Source
-from speculators_core.errors import ConfigError, DraftsmithError, FormatError, StoreError
+from speculators_core.data.vocabulary import given_vocabulary
+from speculators_core.errors import ConfigError, DataError, DraftsmithError, FormatError, StoreError
 from tests.unit.speculators_core.algorithms.tiny import LAYERS, write_verifier
 from tests.unit.speculators_core.convert import foreign_drafts as foreign
 
@@ -203,3 +205,10 @@ def test_what_a_speculators_checkpoint_says_is_not_overruled(verifier: Path, tmp
     stated = tuple(source.config["eagle_aux_hidden_state_layer_ids"])
     _, draft, _ = read_foreign(source, verifier, None, ConvertOptions(aux_layers=stated))
     assert draft.config["eagle_aux_hidden_state_layer_ids"] == list(stated)
+
+
+@pytest.mark.parametrize("table", [numpy.array(["a"]), numpy.array(["2020-01-01"], dtype="datetime64[D]")])
+def test_a_vocabulary_of_texts_is_none(table: Any, tmp_path: Path) -> None:
+    numpy.save(tmp_path / "d2t.npy", table)
+    with pytest.raises(DataError, match="not whole numbers or truth values"):
+        given_vocabulary(tmp_path / "d2t.npy", 100)
