@@ -6,6 +6,7 @@ What is rendered pins a version; it does not follow the alias.
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import shutil
@@ -26,7 +27,7 @@ _INSIDE = 8000
 
 
 def settled_directory(version: ServedVersion, directory: Path) -> Path:
-    """The draft as an engine is given it, in a place that stays: hard links and a config.json with the verifier's path.
+    """The draft as an engine is given it, in a place that stays: its files, and a config.json with the verifier's path.
 
     Raises: ConfigError where such a draft is stitched into its verifier, which is a directory of its own to make.
     """
@@ -43,10 +44,20 @@ def settled_directory(version: ServedVersion, directory: Path) -> Path:
         target.mkdir(parents=True)
         for path in served.iterdir():
             if path.is_symlink():
-                os.link(path.resolve(), target / path.name)
+                _share(path.resolve(), target / path.name)
             else:
                 shutil.copy2(path, target / path.name)
     return target
+
+
+def _share(source: Path, target: Path) -> None:
+    """Another name of the same bytes, or a copy where the store lies on another file system."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.copy2(source, target)
 
 
 def render(form: Form, version: ServedVersion, config: ServeConfig, model: Path, *, python: str, vllm: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ def test_a_settled_draft_names_the_verifier_where_it_lies_and_shares_its_bytes(v
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(version.verifier)
     assert (model / "model.safetensors").samefile(version.draft / "model.safetensors")
     assert rendered("command", version)[1] == model, "it is made anew in its place"
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no second file system to try it on")
+def test_a_store_on_another_file_system_is_copied_from(version: ServedVersion) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        model = settled_directory(version, Path(elsewhere))
+        assert (model / "model.safetensors").read_bytes() == b"weights"
 
 
 def test_the_command_serves_the_draft_on_loopback_by_the_model_s_name(version: ServedVersion) -> None:
