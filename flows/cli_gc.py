@@ -64,6 +64,8 @@ def pin(
             import json
 
             print(json.dumps([one.model_dump() for one in pins], indent=2))
+        elif not pins:
+            print("nothing is pinned")
         else:
             show_table("pinned", [(one.name, f"{one.when}  {one.why}") for one in pins])
         return

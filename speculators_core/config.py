@@ -274,7 +274,8 @@ def describe(model: type[BaseModel], problem: Any) -> str:
     if problem["type"] != "extra_forbidden":
         says = _SAYS.get(problem["type"])
         if says is None:
-            return f"`{dotted}`: {problem['msg'].removeprefix('Value error, ')}"
+            told = str(problem["msg"]).removeprefix("Value error, ")
+            return f"`{dotted}`: {told}" if dotted else told  # of the recipe as a whole: it names its keys
         given = "" if problem["type"] == "missing" else f", not {_shortened(json.dumps(problem['input'], default=str))}"
         return f"`{dotted}` {says.format_map(problem.get('ctx', {}))}{given}{_meaning(model, problem['loc'])}"
     parent = section_of(model, location[:-1])

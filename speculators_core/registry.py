@@ -28,7 +28,8 @@ def resolve(name: str) -> Algorithm:
     """The algorithm of that name; ConfigError with the nearest right one."""
     module = _MODULES.get(name)
     if module is None:
-        nearest = difflib.get_close_matches(name, _MODULES, n=1)
+        begun = [known for known in names() if known.startswith(name)]
+        nearest = begun or difflib.get_close_matches(name, _MODULES, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose among {', '.join(names())}"
         raise ConfigError(f"unknown algorithm {name!r}", mend=hint)
     algorithm = import_module(module).ALGORITHM

@@ -145,7 +145,7 @@ def mooncake_server(directory: Path, segment_mib: int = 512) -> Iterator[Mooncak
     try:
         import mooncake.store  # noqa: F401
     except ImportError as error:
-        pytest.skip(f"no Mooncake: {error} (the extra `mooncake`, and Debian's libibverbs1 and librdmacm1)")
+        pytest.skip(f"no Mooncake: {error} (the extra `mooncake`, and Debian's libcurl4, libibverbs1 and librdmacm1)")
     addresses = {name: f"127.0.0.1:{free_port()}" for name in ("master", "admin")}
     server = MooncakeServer({**addresses, "buffer_mib": 64}, directory, {})
     try:

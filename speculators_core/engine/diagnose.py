@@ -68,7 +68,7 @@ CAUSES: tuple[Cause, ...] = (
         r"KV cache.{0,200}?(?:larger than|not enough|less than)|No available memory for the cache blocks"
         r"|on kv cache allocation is less than|max seq len .{0,80}is larger than the maximum number of tokens",
         "the KV cache does not hold one sequence of the longest context, or does not fit in memory",
-        "lower max_model_len, or set kv_cache_gib to what fits",
+        "end what else holds the memory, lower max_model_len, or set kv_cache_gib to what fits",
     ),
     _cause(
         "memory",

@@ -25,11 +25,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert not engines_of(path), "a process outlived its command"
 
 
+def tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-3000:]
+
+
 def test_killed_in_training_it_goes_on_and_ends_promoted(home: Path) -> None:
     first = start(home, home / "first.log", "retrain", "--json")
     deadline = time.monotonic() + 600
     while not (checkpoints := list(home.glob("store/.work/training/*/data/checkpoints/*/*.json"))):
-        assert first.poll() is None, "the loop ended before it was killed"
+        assert first.poll() is None, f"the loop ended before it was killed: {tail(home / 'first.log')}"
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert checkpoints

@@ -35,7 +35,7 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
         "memory": BackendEntry("hs_connectors.backends.memory:MemoryBackend", "nothing", "space"),
         "mooncake": BackendEntry(
             "hs_connectors.backends.mooncake:MooncakeBackend",
-            "draftsmith-hs-connectors[mooncake], and Debian's libibverbs1 and librdmacm1",
+            "draftsmith-hs-connectors[mooncake], and Debian's libcurl4, libibverbs1 and librdmacm1",
             "master",
         ),
         "s3": BackendEntry("hs_connectors.backends.s3:S3Backend", "draftsmith-hs-connectors[s3]", "root"),

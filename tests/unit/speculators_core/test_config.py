@@ -35,6 +35,8 @@ def test_every_shipped_recipe_loads_and_bears_its_file_name(path: Path) -> None:
         ),
         ("training.epochs=0", ["demo.yaml: `training.epochs` must be at least 1, not 0 (passes over"]),
         ("algorithm.kind=eagel3", ["eagel3", "eagle3"]),
+        ("algorithm={kind: eagle}", ["did you mean 'eagle3'?"]),  # not peagle
+        ("budget.cost=40", ["demo.yaml: budget.cost needs lifecycle.price_per_hour"]),
         ("algorithm.ttt_step=4", ["demo.yaml", "`ttt_step`", "did you mean `ttt_steps`"]),
         ("algorithm.markov_rank=4", ["a knob of dspark, not of eagle3", "algorithm.kind to dspark"]),
         ("algorithm={}", ["kind"]),
