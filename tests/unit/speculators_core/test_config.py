@@ -144,11 +144,16 @@ NUMBERS = [("eagle3", name) for name in numeric_fields(Recipe)] + [
 ]
 
 
+SECTIONS = {"serve.engine.sample.": "serve.engine.sample={directory: served, rate: 0.1}"}
+"""What is off by default, turned on."""
+
+
 @pytest.mark.parametrize(("kind", "name"), NUMBERS)
 def test_no_number_of_a_recipe_may_be_absurd(kind: str, name: str) -> None:
     for value in ("999999999999999999", '"inf"', "-999999999999999999"):
         with pytest.raises(ConfigError) as caught:
-            load_recipe(DEMO, [f"algorithm={{kind: {kind}}}", f"{name}={value}"])
+            on = [section for prefix, section in SECTIONS.items() if name.startswith(prefix)]
+            load_recipe(DEMO, [f"algorithm={{kind: {kind}}}", *on, f"{name}={value}"])
         assert name.rpartition(".")[2] in str(caught.value)
 
 
