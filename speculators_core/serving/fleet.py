@@ -86,6 +86,8 @@ class Fleet:
         if not replica.slot:
             replica.slot = self._free_slot()
         self._proxy.open(replica.slot, replica.engine.base_url)
+        if self.live is not None:
+            self.count()  # all that it did until now is what its successor is held against
         self.standby, self.live = self.live, replica
         if self.standby is not None:
             self._proxy.drain(self.standby.slot)
@@ -108,6 +110,8 @@ class Fleet:
 
     def vacate(self) -> None:
         """Drain and end the live engine, so that its memory is free; nothing answers from the first moment on."""
+        if self.live is not None:
+            self.count()
         gone, self.live = self.live, None
         if gone is not None:
             self._draining.append((gone, time.monotonic() + self._config.drain_timeout_s))

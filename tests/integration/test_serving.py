@@ -293,6 +293,28 @@ def test_a_fall_of_acceptance_brings_the_displaced_engine_back_in_moments(tmp_pa
         assert world.fleet.running() == ["1"] and "rolling" not in world.kinds()[world.kinds().index("rolled_back") :]
 
 
+@pytest.mark.parametrize("engines", ["beside", "in-place"])
+def test_what_a_version_served_while_its_successor_started_is_held_against_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: str
+) -> None:
+    """Promoted right after a roll: no look has counted the displaced one yet; the registered 2.0 would pass."""
+    with serving(tmp_path, plans={"1": Plan(al=3.9)}, engines=engines) as world:
+        if engines == "beside":
+            start = world.fleet.start
+            monkeypatch.setattr(
+                world.fleet, "start", lambda version, **how: (world.traffic(20), start(version, **how))[1]
+            )
+        else:
+            vacate = world.fleet.vacate
+            monkeypatch.setattr(world.fleet, "vacate", lambda: (world.traffic(20), vacate())[1])
+        world.promote("2")
+        monkeypatch.undo()
+        world.traffic(20)
+        world.supervisor.look()
+        [back] = [event for event in world.told if event.event == "rolled_back"]
+        assert "acceptance length 2.000" in back.reason and "3.900 before" in back.reason
+
+
 def test_failing_requests_and_a_dead_engine_bring_it_back_too(tmp_path: Path) -> None:
     with serving(tmp_path, plans={"2": Plan(failing=0.5)}) as world:
         world.promote("2")
