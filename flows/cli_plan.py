@@ -195,10 +195,10 @@ def show_plan(found: Plan) -> None:
         for stage in found.stages:
             table.add_row(stage.name, stage.state, stage.why, *numbers(stage))
         print_table(table)
-        surely = [stage for stage in found.stages if stage.state == "run"]
-        for label, stages in (("surely", surely), ("at most", found.to_run)):
+        certain = [stage for stage in found.stages if stage.state == "run"]
+        for label, stages in (("will run", certain), ("at most", found.to_run)):
             seconds, cost = total(stages, "seconds"), total(stages, "cost")
-            if seconds is not None and (label == "surely" or len(stages) > len(surely)):
+            if seconds is not None and (stages is certain or len(stages) > len(certain)):
                 print(f"{label:12} {duration(seconds)}{'' if cost is None else f', {cost:.2f}'}")
     for note in found.notes:
         print(f"note         {note}")

@@ -109,6 +109,11 @@ class Planner:
         why = why_missing(missing.inputs, missing.settings, earlier)
         return why if missing.stage in stages.ORDER else f"{missing.stage}: {why}"
 
+    @property
+    def borrows(self) -> bool:
+        """Whether the numbers of data are those of another data set: this one is not prepared yet."""
+        return "prepare" not in self._found and self._run.rates.meta("dataset", "tokens") is not None
+
     def _dataset(self, name: str) -> Any:
         """A number of the data set: its own, or else the newest one's."""
         found = self._found.get("prepare")

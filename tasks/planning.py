@@ -194,8 +194,14 @@ def make_plan(recipe: Recipe) -> Plan:
     situation = Situation.of(recipe)
     decision = situation.decision
     start = situation.start(decision.action)
-    planned = planner_of(situation, start).stages(decision.action)
+    planner = planner_of(situation, start)
+    planned = planner.stages(decision.action)
     notes = []
+    if planner.borrows:
+        notes.append(
+            "this recipe's data are not prepared yet: tokens, bytes and time are those of the data that were prepared "
+            "last here; `draftsmith prepare` counts its own"
+        )
     if decision.action == "nothing" and situation.proven is not None:
         others = [stage.name for stage in planner_of(situation, start).loop()[:-1] if not stage.done]
         if others:

@@ -92,3 +92,17 @@ def test_the_champion_is_measured_first_where_that_may_be_all(world: World) -> N
     assert {found[name].state for name in ("capture", "train", "register and promote")} == {"if needed"}
     assert [*planned(looking(world), champion, "retrain")][-2:] == ["measure version 4", "register and promote"]
     assert planned(looking(world), champion, "nothing") == {}
+
+
+def test_numbers_of_other_data_are_known_for_what_they_are(world: World) -> None:
+    def borrows(run: Run) -> bool:
+        planner = Planner(run, None)
+        planner.stages("retrain-afresh")
+        return planner.borrows
+
+    assert not borrows(looking(world)), "nothing was prepared, and no number is told"
+    run = looking(world)
+    publish(run, "prepare", "dataset", lambda: stages.prepare(run), DATASET)
+    assert not borrows(looking(world))
+    other = looking(world, "data.max_rows=3")
+    assert borrows(other) and planned(other)["prepare"].tokens == 1000
