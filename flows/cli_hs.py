@@ -152,10 +152,11 @@ def copy(
 
 
 def find_set(place: str) -> StateSet | None:
-    """The finished set in that directory, or None where the place is a store."""
+    """The finished set in that directory (or in an artifact's `data/`), or None where the place is a store."""
     from speculators_core.states.sets import INDEX_NAME, StateSet
 
-    return StateSet.open(place) if (Path(place) / INDEX_NAME).is_file() else None
+    within = (Path(place), Path(place) / "data")
+    return next((StateSet.open(path) for path in within if (path / INDEX_NAME).is_file()), None)
 
 
 def open_store(place: str) -> Backend:
@@ -165,7 +166,9 @@ def open_store(place: str) -> Backend:
     name, config = locate(place)
     store = open_backend(name, config)
     if name == "file" and not Path(config["root"]).is_dir():
-        raise ConfigError(f"there is no directory {config['root']}")
+        raise ConfigError(
+            f"there is no directory {config['root']}", mend="`draftsmith status RECIPE` says where its set lies"
+        )
     return store
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from flows.cli_hs import app, as_seconds
+from flows.cli_hs import app, as_seconds, find_set
 from hs_connectors import open_reader, open_writer
 from hs_connectors.contract import Handle
 from hs_connectors.testing import assert_same, make_record
@@ -184,3 +184,11 @@ def test_gc_touches_neither_a_set_nor_weights(states: Path, tmp_path: Path) -> N
         CliRunner().invoke(app, ["gc", str(weights.parent), "--apply", "--lease", "0s"], catch_exceptions=False)
     assert weights.is_file()
     StateSet.open(str(states)).verify()
+
+
+def test_an_artifact_of_the_store_is_the_set_in_it(states: Path, tmp_path: Path) -> None:
+    artifact = tmp_path / "artifact"
+    artifact.mkdir()
+    states.rename(artifact / "data")
+    found = find_set(str(artifact))
+    assert found is not None and found.num_rows == 5
