@@ -20,7 +20,7 @@ from speculators_core.store.files import write_atomic
 from speculators_core.types import StrictModel
 
 _log = logging.getLogger(__name__)
-_PROBE_TIMEOUT_S = 180
+_PROBE_TIMEOUT_S = 600  # ten seconds on an idle machine, minutes on a busy one
 _UNKNOWN = "unknown"
 UNTESTED = "untested"
 """What the key of a runtime begins with that did not say what it is."""
@@ -161,6 +161,7 @@ def _ask_interpreter(python: Path, stamp: str, home: Path | None) -> RuntimeInfo
             return RuntimeInfo.model_validate_json(kept.read_text())
         except ValidationError:
             _log.info("the kept answer of %s is of another form; asking again", python)
+    _log.info("asking %s which vLLM it has; it is asked once, which takes ten seconds or more", python)
     info = _run_probe(python)
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
