@@ -156,7 +156,12 @@ def vocabulary(
     if table.given is not None:
         lines.append((f"given: {table.given.size:,}", shares(table.given)))
     show_table("share of supervised tokens", lines)
-    print(f"suggested: draft_vocabulary: {table.suggested if table.suggested < table.verifier_size else 'null'}")
+    if table.suggested < table.verifier_size:
+        print(f"suggested: draft_vocabulary: {table.suggested}  (the smallest here that says {enough:.1%})")
+    else:
+        print(
+            f"suggested: draft_vocabulary: null  (every token: no smaller one says {enough:.1%}; --enough asks for less)"
+        )
     if table.caution is not None:
         print(f"caution: {table.caution}")
     if plot is not None:
