@@ -159,9 +159,7 @@ def vocabulary(
     if table.suggested < table.verifier_size:
         print(f"suggested: draft_vocabulary: {table.suggested}  (the smallest here that says {enough:.1%})")
     else:
-        print(
-            f"suggested: draft_vocabulary: null  (every token: no smaller one says {enough:.1%}; --enough asks for less)"
-        )
+        print(f"suggested: draft_vocabulary: null  (all: no smaller one says {enough:.1%}; --enough asks for less)")
     if table.caution is not None:
         print(f"caution: {table.caution}")
     if plot is not None:
