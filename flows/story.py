@@ -46,7 +46,12 @@ from tasks.watch import Finding
 
 TEMPLATE = Path("deployments/recipes/story.yaml")
 SECOND_RUNTIME = Path(".venv-vllm-second/bin/python")
-SERVE = ("serve.poll_s=2", "serve.watch.min_drafts=200", "serve.engine.max_model_len=1024")
+SERVE = (
+    "serve.poll_s=2",
+    "serve.watch.min_drafts=200",
+    "serve.engine.max_model_len=1024",
+    "serve.engine.kv_cache_gib=0.5",  # two engines beside each other on a small machine
+)
 ROUNDS = (24, 24, 48)
 """Steps of fine-tuning, one round after the other, until the incumbent's acceptance has fallen far enough."""
 STARTUP_S = 600.0
