@@ -17,6 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 KEEP = 2
 """Servers alive at a time, in each of the processes that test; the one unused for longest makes room."""
 
+KV_CACHE_GIB = 0.5
+"""Of a server whose test does not say: several are up at once, and prompts are short."""
+
 EngineFactory = Callable[[ServerSpec], Engine]
 
 
@@ -48,6 +51,8 @@ def engine(runtime: Runtime, engine_home: Path) -> Iterator[EngineFactory]:
     running: OrderedDict[str, tuple[Engine, ExitStack]] = OrderedDict()
 
     def get(spec: ServerSpec) -> Engine:
+        if "kv_cache_gib" not in spec.model_fields_set:
+            spec = spec.model_copy(update={"kv_cache_gib": KV_CACHE_GIB})
         key = spec.model_dump_json()
         if key in running:
             server, stack = running[key]

@@ -25,6 +25,8 @@ SMALL = {
     "training.log_every_steps": "1",
     "training.checkpoint.every_steps": "4",
     "training.validation.walk_rows": "4",
+    "capture.kv_cache_gib": "0.5",
+    "evaluation.kv_cache_gib": "0.5",
     "evaluation.max_prompts": "12",
     "evaluation.max_new_tokens": "24",
     "gate": "{al_floor: 1.0, min_prompts: 8, speed: report}",
