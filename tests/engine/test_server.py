@@ -145,7 +145,9 @@ def test_counters_agree_with_the_requests_own_metrics(engine: EngineFactory, ver
 
 
 def test_a_killed_engine_core_is_noticed_in_mid_run(runtime: Runtime, verifier_dir: Path, tmp_path: Path) -> None:
-    with serve(runtime, ServerSpec(model=str(verifier_dir), max_model_len=1024), home=tmp_path) as engine:
+    with serve(
+        runtime, ServerSpec(model=str(verifier_dir), max_model_len=1024, kv_cache_gib=0.5), home=tmp_path
+    ) as engine:
         assert engine.process is not None
         [core] = [pid for pid in descendants(engine.process.pid) if "EngineCore" in _title(pid)]
         killed_at: list[float] = []
@@ -178,7 +180,9 @@ def test_a_taken_port_is_replaced(
         taken = stranger.getsockname()[1]
         offers = iter([taken])
         monkeypatch.setattr(server, "_free_port", lambda: next(offers, None) or free_port())
-        with serve(runtime, ServerSpec(model=str(verifier_dir), max_model_len=512), home=tmp_path) as engine:
+        with serve(
+            runtime, ServerSpec(model=str(verifier_dir), max_model_len=512, kv_cache_gib=0.5), home=tmp_path
+        ) as engine:
             assert not engine.base_url.endswith(f":{taken}")
             with engine.client() as client:
                 assert client.health()
@@ -193,7 +197,7 @@ def test_a_torn_model_says_so(runtime: Runtime, verifier_dir: Path, tmp_path: Pa
         )
     with (
         pytest.raises(EngineError, match=r"did not start(.|\n)*weights are missing, torn(.|\n)*log: ") as raised,
-        serve(runtime, ServerSpec(model=str(torn), max_model_len=512), home=tmp_path),
+        serve(runtime, ServerSpec(model=str(torn), max_model_len=512, kv_cache_gib=0.5), home=tmp_path),
     ):
         pass
     assert raised.value.mend is not None and "make or copy the model directory again" in raised.value.mend
@@ -209,8 +213,8 @@ sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from speculators_core.engine.runtime import Runtime
 from speculators_core.engine.server import ServerSpec, serve
-with serve(Runtime(python={runtime.python!r}), ServerSpec(model={str(verifier_dir)!r}, max_model_len=512),
-           home=Path({str(tmp_path)!r})) as engine:
+spec = ServerSpec(model={str(verifier_dir)!r}, max_model_len=512, kv_cache_gib=0.5)
+with serve(Runtime(python={runtime.python!r}), spec, home=Path({str(tmp_path)!r})) as engine:
     print(engine.process.pid, engine.process.group, flush=True)
     time.sleep(600)
 """
