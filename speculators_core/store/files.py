@@ -65,7 +65,7 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     Raises:
         StoreError: the disk is full or not writable; nothing is left behind.
     """
-    partial = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
+    partial = _partial(path)
     try:
         with storage_errors(path, "writing"):
             write(partial)
@@ -83,7 +83,7 @@ def write_directory(path: Path, write: Callable[[Path], object]) -> None:
     Raises:
         StoreError: the disk is full or not writable; nothing is left behind.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
+    partial = _partial(path.with_name(f".{path.name}"))
     try:
         with storage_errors(path, "writing"):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,6 +91,11 @@ def write_directory(path: Path, write: Callable[[Path], object]) -> None:
             partial.rename(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _partial(path: Path) -> Path:
+    """A sibling that no other process and no other call has."""
+    return path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
 
 
 def sync(path: Path) -> None:

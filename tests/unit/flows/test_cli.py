@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -104,3 +105,12 @@ def test_brackets_in_a_cell_are_text(capsys: pytest.CaptureFixture[str]) -> None
     show_table("[demo]", [("registered", "version 1  [champion]")])
     shown = capsys.readouterr().out
     assert "[champion]" in shown and "[demo]" in shown
+
+
+def test_a_name_in_another_encoding_is_refused_in_words(tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/caf\xe9.yaml"
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "status", name],
+        env=child_environment(tmp_path), cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and "is not UTF-8" in done.stderr and "Traceback" not in done.stderr
