@@ -91,5 +91,5 @@ def test_preflight_refuses_what_training_could_not_begin_from(tmp_path: Path) ->
     (draft / "config.json").write_text(json.dumps({**config, "speculators_model_type": "dflash"}))
     with pytest.raises(ConfigError, match=r"warm_start: .* is a draft of dflash, but algorithm\.kind is eagle3"):
         check_warm_start(recipe(verifier), verifier, draft, head=True)
-    with pytest.raises(FormatError, match="no readable"):
+    with pytest.raises(FormatError, match=r"nothing holds no config\.json"):
         check_warm_start(recipe(verifier), verifier, verifier / "nothing", head=True)
