@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -101,11 +101,11 @@ class Backend(Protocol):
         """Make the store ready for writing and clear what killed writers left; StorageError if it cannot."""
         ...
 
-    def publish(self, key: str, payload: Payload) -> None:
-        """Make a payload visible, whole or not at all; StorageError leaves nothing behind.
+    def publish(self, key: str, *pieces: Payload) -> None:
+        """Make a payload, given in pieces, visible as one, whole or not at all; StorageError leaves nothing behind.
 
         A bounded store may wait a while for readers to make room: that is how it slows its writers. When this returns,
-        the payload's memory is the caller's again.
+        the pieces' memory is the caller's again.
         """
         ...
 
@@ -246,6 +246,11 @@ def check_key(key: str) -> str:
     if not is_key(key):
         raise SettingsError(f"not a record key: {key!r}", mend="keys are 1 to 128 of A-Z a-z 0-9 _ -; see safe_key()")
     return key
+
+
+def size_of(pieces: Iterable[Payload]) -> int:
+    """Bytes of a payload in pieces."""
+    return sum(len(piece) for piece in pieces)
 
 
 def safe_key(request_id: str) -> str:

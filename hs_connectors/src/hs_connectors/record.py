@@ -5,27 +5,24 @@ Metadata (text): schema, layer_ids (JSON), dtype, verifier_fingerprint, codec, e
 The checksum covers the whole payload, header included, with its own eight digits as zeros.
 The README beside the source states this as a specification.
 
-Written and read here without the library, since these bytes are what the engine waits for: a record is copied once on
-its way into a payload, and not at all on its way out.
+Written and read here without the library, since these bytes are what the engine waits for: a record's tensors are not
+copied on their way into a payload, nor on their way out.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from hs_connectors.checksums import crc32_of
 from hs_connectors.codecs import find_codec
 from hs_connectors.contract import Payload, Record
 from hs_connectors.errors import RecordCorrupt, RecordError, RecordNotFinite, SettingsError
-
-try:
-    from zlib_ng.zlib_ng import crc32  # the same CRC-32, several times faster than the standard library's
-except ImportError:
-    from zlib import crc32
 
 SCHEMA = "draftsmith.hidden-states/1"
 _CRC_FIELD = b'"crc32":"'
@@ -41,8 +38,13 @@ _DTYPES = {
 _ALIGNMENT = 8
 
 
-def pack(record: Record, codec: str = "none", memory: bytearray | None = None) -> memoryview:
-    """The record as bytes, which lie in `memory` where that is large enough: fresh pages cost twice what the copy does.
+def pack(record: Record, codec: str = "none") -> bytearray:
+    """The record as bytes in one piece; errors as in `pieces`."""
+    return bytearray().join(pieces(record, codec))
+
+
+def pieces(record: Record, codec: str = "none") -> tuple[Payload, ...]:
+    """The record as bytes: what precedes the tensors, then each tensor's own memory. Nothing may change it meanwhile.
 
     Raises SettingsError where shapes, dtype and layer ids disagree, RecordNotFinite where a state is NaN or
     infinite, UnknownName for the codec.
@@ -59,10 +61,10 @@ def pack(record: Record, codec: str = "none", memory: bytearray | None = None) -
         "extra": json.dumps(dict(record.extra)),
         "crc32": _NO_CRC.decode(),
     }
-    payload = _serialise(tensors, metadata, memory or bytearray())
-    at = _crc_position(payload)
-    payload[at : at + 8] = b"%08x" % crc32(payload)
-    return payload
+    preamble, *rest = _serialise(tensors, metadata)
+    at = _crc_position(preamble)
+    preamble[at : at + 8] = b"%08x" % crc32_of((preamble, *rest))
+    return preamble, *rest
 
 
 def unpack(payload: Payload) -> Record:
@@ -124,28 +126,28 @@ def _check_shapes(record: Record) -> None:
         raise SettingsError(f"a {record.dtype} record of int64 tokens, got {states.dtype} and {ids.dtype}")
 
 
-def _serialise(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], memory: bytearray) -> memoryview:
-    """The safetensors payload of these tensors: length of the header, header, tensors without gaps."""
+def _serialise(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Iterator[Any]:
+    """The safetensors payload of these tensors: length of the header and header, then each tensor without gaps."""
     names = {dtype: name for name, dtype in _DTYPES.items()}
     order = list(names)
+    placed = sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0]))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    placed = []
-    for name, tensor in sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])):
+    for name, tensor in placed:
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        placed.append((begin, tensor))
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    size = 8 + len(text) + end
-    payload = memoryview(memory if len(memory) >= size else bytearray(size))[:size]
-    payload[:8] = len(text).to_bytes(8, "little")
-    payload[8 : 8 + len(text)] = text
-    for begin, tensor in placed:
-        if tensor.numel():
-            target = torch.frombuffer(payload, dtype=tensor.dtype, count=tensor.numel(), offset=8 + len(text) + begin)
-            target.copy_(tensor.reshape(-1))
-    return payload
+    yield bytearray(len(text).to_bytes(8, "little") + text)
+    yield from (_memory(tensor) for _, tensor in placed if tensor.nbytes)
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor where they lie; the view keeps the tensor."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", "codecs promise it"
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]  # a reference, for as long as the view lives
+    return memoryview(array).cast("B")
 
 
 def _tensors(payload: Payload, header: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -179,7 +181,7 @@ def _header(payload: Payload) -> dict[str, Any]:
 
 def _verify(payload: Payload) -> None:
     view, at = memoryview(payload), _crc_position(payload)
-    found = crc32(view[at + 8 :], crc32(_NO_CRC, crc32(view[:at])))
+    found = crc32_of((view[:at], _NO_CRC, view[at + 8 :]))
     if bytes(view[at : at + 8]) != b"%08x" % found:
         raise RecordCorrupt(
             f"record checksum {found:08x} differs from {bytes(view[at : at + 8])!r} in its header",

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from hs_connectors.codecs import CODECS
-from hs_connectors.contract import Handle, Reader, Record, Writer
+from hs_connectors.contract import Handle, Payload, Reader, Record, Writer
 from hs_connectors.errors import (
     CaptureFailed,
     RecordCorrupt,
@@ -107,13 +107,25 @@ class BackendContract:
             _expect(RecordTimeout, reader, timeout_s)
 
     def test_a_record_is_its_stores_own(self, tmp_path: Path) -> None:
-        """A writer packs the next one into the same memory."""
+        """What its writer does with the memory afterwards is nothing to it."""
         writer, reader = self.open(tmp_path)
-        records = {f"key-{tokens}": make_record(tokens, seed=tokens) for tokens in (50, 40, 30)}
-        for key, record in records.items():
-            writer.put(key, record)
-        for key, record in records.items():
-            assert_same(reader.get(Handle(self.backend_name, key), 5), record)
+        for tokens in (50, 40, 30):
+            record = make_record(tokens, seed=tokens)
+            writer.put(f"key-{tokens}", record)
+            record.hidden_states.zero_()
+            record.token_ids.zero_()
+        for tokens in (50, 40, 30):
+            assert_same(reader.get(Handle(self.backend_name, f"key-{tokens}"), 5), make_record(tokens, seed=tokens))
+
+    def test_pieces_arrive_as_one(self, tmp_path: Path) -> None:
+        """Whatever kind of memory they lie in, and however small they are."""
+        config = self.make_config(tmp_path)
+        backend = open_backend(self.backend_name, config)
+        backend.prepare()
+        large = memoryview(bytearray(b"b" * 70_000))
+        pieces: list[Payload] = [b"a" * 100, large, b"", bytearray(b"c"), memoryview(b"d" * 9)]
+        backend.publish("key", *pieces)
+        assert bytes(backend.fetch("key", 5)) == b"".join(pieces)
 
     def test_a_refused_record_is_not_visible(self, tmp_path: Path) -> None:
         """NaN and infinity never reach a reader."""

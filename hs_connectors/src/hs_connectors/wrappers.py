@@ -5,16 +5,11 @@ What needs torch is imported when a record travels: who only asks what an engine
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from hs_connectors.contract import Backend, Handle, Record
 from hs_connectors.errors import SettingsError
-
-_SPARE = 2
-"""Memory of that many records is kept for the next ones."""
 
 
 class RecordWriter:
@@ -26,18 +21,14 @@ class RecordWriter:
         find_codec(codec)
         self._backend = backend
         self._codec = codec
-        self._spare: deque[bytearray] = deque(maxlen=_SPARE)
         backend.prepare()
 
     def put(self, key: str, record: Record) -> Handle:
         """Check, pack and publish; returns only when the record is visible."""
-        from hs_connectors.record import pack
+        from hs_connectors.record import pieces
 
         handle = Handle(self._backend.name, key)
-        payload = pack(record, self._codec, self._take_spare())
-        self._backend.publish(key, payload)
-        if isinstance(payload.obj, bytearray):
-            self._spare.append(payload.obj)
+        self._backend.publish(key, *pieces(record, self._codec))
         return handle
 
     def fail(self, key: str, message: str) -> None:
@@ -47,11 +38,6 @@ class RecordWriter:
     def announce(self, facts: Mapping[str, Any]) -> None:
         """Publish what the engine is."""
         self._backend.announce(facts)
-
-    def _take_spare(self) -> bytearray | None:
-        with suppress(IndexError):  # threads share them
-            return self._spare.pop()
-        return None
 
 
 class RecordReader:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import zlib
 from dataclasses import replace
@@ -10,7 +11,7 @@ import torch
 
 from hs_connectors import Record
 from hs_connectors.errors import RecordCorrupt, RecordError, RecordNotFinite, SettingsError, UnknownName
-from hs_connectors.record import SCHEMA, pack, unpack
+from hs_connectors.record import SCHEMA, pack, pieces, unpack
 from hs_connectors.testing import assert_same, make_record
 
 
@@ -85,6 +86,16 @@ def test_packing_a_view_stores_the_view() -> None:
     view = replace(record, hidden_states=record.hidden_states[3:9], token_ids=record.token_ids[3:9])
     assert len(pack(view)) < len(pack(record))
     assert_same(unpack(pack(view)), view)
+
+
+def test_tensors_are_not_copied_on_their_way_into_a_payload() -> None:
+    record = make_record()
+    where = {tensor.data_ptr() for tensor in (record.hidden_states, record.token_ids)}
+    _, *rest = pieces(record)
+    assert {torch.frombuffer(piece, dtype=torch.uint8).data_ptr() for piece in rest} == where
+    kept = pieces(make_record())  # whose tensors nobody else holds
+    gc.collect()
+    assert b"".join(kept) == pack(record)
 
 
 def test_every_byte_is_covered_by_the_checksum() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hs_connectors.backends._waiting import await_payload
-from hs_connectors.contract import Entry, Payload, check_key, is_key
+from hs_connectors.contract import Entry, Payload, check_key, is_key, size_of
 from hs_connectors.errors import CaptureFailed, SettingsError, StorageError
 
 log = logging.getLogger(__name__)
@@ -55,12 +55,12 @@ class FileBackend:
         except OSError as error:
             raise self._refused("cannot be written", error) from error
 
-    def publish(self, key: str, payload: Payload) -> None:
+    def publish(self, key: str, *pieces: Payload) -> None:
         """Write beside, then rename into place."""
         try:
-            self._write(check_key(key) + _RECORD, payload)
+            self._write(check_key(key) + _RECORD, *pieces)
         except OSError as error:
-            raise self._refused(f"refused record {key} of {len(payload)} bytes", error) from error
+            raise self._refused(f"refused record {key} of {size_of(pieces)} bytes", error) from error
 
     def fail(self, key: str, message: str) -> None:
         """Publish `<key>.error.json`; on a full disk an empty one, which needs no data block."""
@@ -154,15 +154,16 @@ class FileBackend:
         schema = metadata.get("schema") if isinstance(metadata, dict) else None
         return not str(schema).startswith(SCHEMA.partition("/")[0])
 
-    def _write(self, name: str, content: Payload) -> None:
+    def _write(self, name: str, *pieces: Payload) -> None:
         part = self._root / f".{name}.{secrets.token_hex(8)}.part"
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # dies with us: how a sweep knows the living
-            rest = memoryview(content)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-            if self._fsync and content:
+            for piece in pieces:
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            if self._fsync and any(pieces):
                 os.fsync(descriptor)
             if name.endswith(".probe"):
                 part.unlink()

@@ -43,10 +43,10 @@ class MemoryBackend:
     def prepare(self) -> None:
         """Nothing to make ready."""
 
-    def publish(self, key: str, payload: Payload) -> None:
+    def publish(self, key: str, *pieces: Payload) -> None:
         """Keep a copy of the payload."""
         with self._space.changed:
-            self._space.payloads[check_key(key)] = bytes(payload)
+            self._space.payloads[check_key(key)] = b"".join(pieces)
             self._space.times[key] = time.time()
             self._space.changed.notify_all()
 

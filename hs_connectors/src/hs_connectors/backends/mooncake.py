@@ -13,7 +13,9 @@ Records live in what some process lends. A record must outlive its writer, so a 
 
 `--with-master` starts the first, on loopback, from the second.
 Objects are pinned: nothing is evicted, a full store makes its writers wait. A value is 8 bytes of kind, the time as a
-little-endian double, then the payload. A master that comes back has forgotten its objects: their readers time out.
+double, the payload's CRC-32 in 8 bytes (both little-endian), then the payload. A master that comes back has forgotten
+its objects: their readers time out. An object that is replaced while it is read comes mixed or as zeros: its checksum
+tells, and it is read again.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from typing import Any, ClassVar
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 from hs_connectors.backends._waiting import await_payload
-from hs_connectors.contract import Entry, Payload, check_key, is_key
+from hs_connectors.checksums import crc32_of
+from hs_connectors.contract import Entry, Payload, check_key, is_key, size_of
 from hs_connectors.errors import CaptureFailed, RecordTimeout, SettingsError, StorageError
 
 log = logging.getLogger(__name__)
@@ -61,8 +64,8 @@ _DEFAULTS: Mapping[str, Any] = {
 _OF_CONNECTION = ("local_hostname", "metadata_server", "segment_mib", "buffer_mib", "protocol", "rdma_devices")
 _CONNECTING = threading.Lock()
 _ADMIN_PORT = 9003
-_PREFIX = struct.Struct("<8sd")
-_RECORD, _ERROR, _FACTS = b"record  ", b"error   ", b"facts   "
+_PREFIX = struct.Struct("<8sdQ")
+_RECORD, _ERROR, _FACTS = _KINDS = b"record  ", b"error   ", b"facts   "
 _ENGINE = "engine.json"
 _FULL, _MISSING, _NO_ANSWER = -200, -704, -900
 _NAMES = {
@@ -75,10 +78,11 @@ _PAUSES_S = (0.001, 0.05)
 _LISTED_AT_ONCE = 256
 _CONNECT_S, _MASTER_S = 5.0, 30.0
 _LOOK_S = 0.5
+_READINGS = 50
 
 
 class MooncakeBackend:
-    """Publishes by an upsert, which is atomic; connects when it is first used."""
+    """Publishes by an upsert; connects when it is first used."""
 
     name: ClassVar[str] = "mooncake"
 
@@ -103,18 +107,18 @@ class MooncakeBackend:
     def prepare(self) -> None:
         """Connect, and prove that somebody lends memory; the master itself forgets puts that were never finished."""
         probe = f"{self._space}/.probe"
-        self._put(probe, _FACTS, b"x", "cannot be written", time.monotonic())
+        self._put(probe, _FACTS, (b"x",), "cannot be written", time.monotonic())
         self._store.remove(probe, True)
 
-    def publish(self, key: str, payload: Payload) -> None:
+    def publish(self, key: str, *pieces: Payload) -> None:
         """Wait for room, then put."""
-        what = f"refused record {check_key(key)} of {len(payload)} bytes"
-        self._put(self._name(key), _RECORD, payload, what, time.monotonic() + self._config["full_timeout_s"])
+        what = f"refused record {check_key(key)} of {size_of(pieces)} bytes"
+        self._put(self._name(key), _RECORD, pieces, what, time.monotonic() + self._config["full_timeout_s"])
 
     def fail(self, key: str, message: str) -> None:
         """Put the message in the record's place."""
         what = f"refused even the error marker of {check_key(key)}"
-        self._put(self._name(key), _ERROR, message.encode(), what, time.monotonic())
+        self._put(self._name(key), _ERROR, (message.encode(),), what, time.monotonic())
 
     def fetch(self, key: str, timeout_s: float) -> Payload:
         """Poll for the object, from every millisecond to every 50."""
@@ -157,7 +161,7 @@ class MooncakeBackend:
         names = sorted(name for name in names if name.startswith(prefix) and is_key(name.removeprefix(prefix)))
         for start in range(0, len(names), _LISTED_AT_ONCE):
             some = names[start : start + _LISTED_AT_ONCE]
-            for name, (kind, modified_at) in zip(some, self._prefixes(some), strict=True):
+            for name, (kind, modified_at, _) in zip(some, self._prefixes(some), strict=True):
                 size = self._store.get_size(name)
                 if size < 0 or kind not in (_RECORD, _ERROR):
                     continue  # deleted meanwhile
@@ -172,7 +176,7 @@ class MooncakeBackend:
     def announce(self, facts: Mapping[str, Any]) -> None:
         """Put the facts beside the records."""
         content = json.dumps(facts, sort_keys=True).encode()
-        self._put(self._name(_ENGINE), _FACTS, content, f"refused {_ENGINE}", time.monotonic())
+        self._put(self._name(_ENGINE), _FACTS, (content,), f"refused {_ENGINE}", time.monotonic())
 
     def announcement(self) -> dict[str, Any] | None:
         """The facts put last."""
@@ -191,11 +195,12 @@ class MooncakeBackend:
     def _name(self, key: str) -> str:
         return f"{self._space}/{key}"
 
-    def _put(self, name: str, kind: bytes, content: Payload, what: str, deadline: float) -> None:
+    def _put(self, name: str, kind: bytes, pieces: Sequence[Payload], what: str, deadline: float) -> None:
         """Upsert; while the store is full try again until the deadline."""
+        checksum = crc32_of(pieces)
         while True:
-            prefix = _PREFIX.pack(kind, time.time())
-            status = self._store.upsert_parts(name, prefix, content, config=self._replicas)
+            prefix = _PREFIX.pack(kind, time.time(), checksum)
+            status = self._store.upsert_parts(name, prefix, *pieces, config=self._replicas)
             if status == 0:
                 return
             if status != _FULL or time.monotonic() > deadline:
@@ -204,16 +209,23 @@ class MooncakeBackend:
 
     def _get(self, name: str) -> tuple[bytes, memoryview] | None:
         """(kind, content) in memory of our own: the client's buffer is for what is under way."""
-        found = self._store.get_buffer(name)
-        if found is None:
-            return None
-        content = memoryview(bytearray(found))
-        if len(content) < _PREFIX.size:
-            raise StorageError(f"{name} in {self._where} was not written by this backend")
-        kind, _ = _PREFIX.unpack_from(content)
-        return kind, content[_PREFIX.size :]
+        for _ in range(_READINGS):
+            found = self._store.get_buffer(name)
+            if found is None:
+                return None
+            value = memoryview(bytearray(found))
+            if len(value) >= _PREFIX.size:
+                kind, _time, checksum = _PREFIX.unpack_from(value)
+                content = value[_PREFIX.size :]
+                if kind in _KINDS and crc32_of([content]) == checksum:
+                    return kind, content
+            time.sleep(_PAUSES_S[0])  # it may be being replaced
+        raise StorageError(
+            f"{name} in {self._where} is not what this backend wrote: its checksum differs",
+            mend="delete the record, and capture the row again",
+        )
 
-    def _prefixes(self, names: Sequence[str]) -> Iterator[tuple[bytes, float]]:
+    def _prefixes(self, names: Sequence[str]) -> Iterator[tuple[bytes, float, int]]:
         buffer = bytearray(_PREFIX.size * len(names))
         address = ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))
         self._store.register_buffer(address, len(buffer))

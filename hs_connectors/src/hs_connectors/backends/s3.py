@@ -83,10 +83,10 @@ class S3Backend:
         if orphans or uploads:
             log.info("removed leftovers of killed writers payloads=%d uploads=%d", len(orphans), uploads)
 
-    def publish(self, key: str, payload: Payload) -> None:
+    def publish(self, key: str, *pieces: Payload) -> None:
         """Put the payload, then its manifest."""
-        what = f"refused record {check_key(key)} of {len(payload)} bytes"
-        body = payload if isinstance(payload, bytes | bytearray) else bytes(payload)
+        body = b"".join(pieces)
+        what = f"refused record {check_key(key)} of {len(body)} bytes"
         self._ask(what, lambda: self._fs.pipe_file(self._path(key + _DATA), body, chunksize=self._part_bytes))
         self._put_manifest(key, {"bytes": len(body)}, what)
 

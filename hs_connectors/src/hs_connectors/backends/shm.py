@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hs_connectors.backends.file import FileBackend
-from hs_connectors.contract import Payload
+from hs_connectors.contract import Payload, size_of
 from hs_connectors.errors import SettingsError, StorageError
 
 _SHARED = Path("/dev/shm")
@@ -61,15 +61,16 @@ class ShmBackend(FileBackend):
             self._max_bytes = shared.f_frsize * shared.f_blocks // 2
         self._used = self._measure()
 
-    def publish(self, key: str, payload: Payload) -> None:
+    def publish(self, key: str, *pieces: Payload) -> None:
         """Wait for room within the bound, then write."""
-        self._await_room(key, len(payload))
+        num_bytes = size_of(pieces)
+        self._await_room(key, num_bytes)
         try:
-            super().publish(key, payload)
+            super().publish(key, *pieces)
         finally:
             with self._lock:
-                self._on_its_way -= len(payload)
-                self._used += len(payload)
+                self._on_its_way -= num_bytes
+                self._used += num_bytes
 
     def _await_room(self, key: str, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
