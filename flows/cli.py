@@ -21,6 +21,7 @@ from flows import (
     cli_deploy,
     cli_gc,
     cli_hs,
+    cli_keys,
     cli_parity,
     cli_plan,
     cli_registry,
@@ -206,6 +207,7 @@ def doctor(
 
 # the loop's commands come first in --help
 cli_demo.add_to(app)
+cli_keys.add_to(app)
 cli_plan.add_to(app)
 cli_deploy.add_to(app)
 cli_registry.add_to(app)

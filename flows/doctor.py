@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speculators_core.errors import DraftsmithError
@@ -27,11 +31,19 @@ class Finding(StrictModel):
 def examine(settings: Settings, recipe: Recipe | None) -> list[Finding]:
     """Look at the machine, the stores and, given a recipe, at its verifier and runtime."""
     checks: list[tuple[str, Callable[[], str]]] = [
+        ("environment", describe_environment),
         ("state root", lambda: check_disk(settings)),
         ("orphans", lambda: reap(settings)),
         ("mlflow", lambda: check_mlflow(settings)),
+        ("for serve", lambda: describe_if_there("haproxy", find_proxy)),
+        ("for mooncake", lambda: describe_if_there("mooncake", find_mooncake)),
     ]
-    if recipe is not None:
+    if recipe is None:
+        from speculators_core.config import DEFAULT_RUNTIME
+        from speculators_core.engine.runtime import probe_runtime
+
+        checks.append(("runtime", lambda: describe_runtime(probe_runtime(DEFAULT_RUNTIME, home=settings.home))))
+    else:
         from speculators_core.run import Run
 
         run = Run(recipe, settings.home)
@@ -50,6 +62,38 @@ def look(name: str, check: Callable[[], str]) -> Finding:
         return Finding(name=name, ok=True, text=check())
     except DraftsmithError as error:
         return Finding(name=name, ok=False, text=str(error))
+
+
+def describe_environment() -> str:
+    """The interpreter that runs this, and what it trains with."""
+    versions = " ".join(f"{name} {version(name)}" for name in ("draftsmith", "torch", "prefect", "mlflow"))
+    return f"{sys.executable}: Python {sys.version.split()[0]}, {versions}"
+
+
+def describe_if_there(name: str, find: Callable[[], str]) -> str:
+    """What only one feature needs: where it is missing, that is said and no fault."""
+    try:
+        return find()
+    except DraftsmithError as error:
+        return f"no {name}, and only what is named here needs it: {error}"
+
+
+def find_proxy() -> str:
+    """Path of HAProxy; ConfigError where there is none."""
+    from speculators_core.serving.proxy import find_haproxy
+
+    return find_haproxy()
+
+
+def find_mooncake() -> str:
+    """Where the extra `mooncake` lies; DraftsmithError where it cannot be loaded."""
+    try:
+        module = import_module("mooncake.store")
+    except ImportError as error:
+        raise DraftsmithError(
+            str(error), mend="the extra `mooncake`, and Debian's libcurl4, libibverbs1 and librdmacm1"
+        ) from error
+    return str(Path(str(module.__file__)).parent)
 
 
 def check_disk(settings: Settings) -> str:

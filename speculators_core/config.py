@@ -34,6 +34,8 @@ from speculators_core.training.config import TrainingConfig
 from speculators_core.types import MOST_TOKENS, StrictModel
 
 NAME = r"^[a-z0-9][a-z0-9-]*$"
+DEFAULT_RUNTIME = Runtime(python=".venv-vllm/bin/python")
+"""Where `make setup` puts vLLM, seen from the project's root."""
 _MAX_NAME = 128  # it becomes part of file names
 _MOST = 2**31 - 1  # of a number without a bound of its own: what engines, torch and clocks still take
 _MAX_VALUES = 100_000  # a recipe has dozens; anchors can be nested so that a few lines stand for billions
@@ -74,9 +76,7 @@ class Recipe(StrictModel):
         pattern=NAME, max_length=_MAX_NAME, description="what is served: one registered model for each deployment"
     )
     verifier: VerifierConfig
-    runtime: Runtime = Field(
-        default=Runtime(python=".venv-vllm/bin/python"), description="the vLLM to capture and to measure with"
-    )
+    runtime: Runtime = Field(default=DEFAULT_RUNTIME, description="the vLLM to capture and to measure with")
     data: DataConfig
     capture: CaptureConfig = Field(default_factory=CaptureConfig)
     hidden_states: HiddenStatesConfig = Field(default_factory=HiddenStatesConfig)

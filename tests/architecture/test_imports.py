@@ -23,13 +23,13 @@ CORE_LAYERS = (
     {"evaluation"},
     {"lifecycle"},
     {"serving"},
-    {"config", "bench", "summary"},
+    {"config", "keys", "bench", "summary"},
     {"preflight", "remote", "run", "spending"},
     {"stages"},
 )
 TOP_LAYERS = ("speculators_core", "tasks", "flows", "deployments")
 CONNECTOR_LAYERS = (
-    {"contract", "errors", "codecs"},
+    {"contract", "errors", "codecs", "checksums"},
     {"record", "probe"},
     {"backends", "wrappers", "spool", "upkeep"},
     {"registry", "testing"},

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flows.doctor import examine
+from speculators_core.serving import proxy
+from tasks.adapters.settings import read_settings
+
+
+def test_the_doctor_names_environment_and_runtime_and_what_one_feature_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where no runtime lies
+    monkeypatch.setattr(proxy.shutil, "which", lambda *_, **__: None)
+    found = {finding.name: finding for finding in examine(read_settings({"DRAFTSMITH_HOME": str(tmp_path)}), None)}
+    assert "torch" in found["environment"].text and found["environment"].ok
+    assert found["for serve"].ok and "no haproxy" in found["for serve"].text
+    assert not found["runtime"].ok and ".venv-vllm" in found["runtime"].text
