@@ -13,7 +13,7 @@ from speculators_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from speculators_core.config import Recipe
-    from speculators_core.engine.runtime import Runtime
+    from speculators_core.engine.runtime import Runtime, RuntimeInfo
     from speculators_core.serving.config import ServeConfig
     from speculators_core.serving.events import ServeEvent
     from tasks.serving import RegistrySource
@@ -64,7 +64,7 @@ def serve(
         trust_remote_code=loaded is not None and loaded.verifier.trust_remote_code,
     )
     if print_as is not None:
-        print(_rendered(print_as, source, config, str(chosen.python), info.vllm, home), end="")
+        print(_rendered(print_as, source, config, str(chosen.python), info, home), end="")
         return
 
     def tell(event: ServeEvent) -> None:
@@ -105,14 +105,14 @@ def _rendered(
     source: RegistrySource,
     config: ServeConfig,
     python: str,
-    vllm: str,
+    runtime: RuntimeInfo,
     home: Path,
 ) -> str:
     from speculators_core.serving.render import render, settled_directory
 
     version = source.admit(source.wanted())
     model = settled_directory(version, home / "serving")
-    return render(form, version, config, model, python=python, vllm=vllm)
+    return render(form, version, config, model, python=python, vllm=runtime.vllm, device=runtime.device)
 
 
 def _line(event: ServeEvent) -> str:

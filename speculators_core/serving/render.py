@@ -24,6 +24,10 @@ from speculators_core.serving.version import ServedVersion, server_spec
 Form = Literal["command", "compose", "kubernetes"]
 
 _INSIDE = 8000
+_OTHER_DEVICE = """\
+# The runtime at hand is a CPU build; this image is the GPU build of {vllm}, on which nothing is proven yet:
+# there, `draftsmith matrix MODEL --test VERSION --recipe RECIPE` measures it first.
+"""
 
 
 def settled_directory(version: ServedVersion, directory: Path) -> Path:
@@ -60,12 +64,15 @@ def _share(source: Path, target: Path) -> None:
         shutil.copy2(source, target)
 
 
-def render(form: Form, version: ServedVersion, config: ServeConfig, model: Path, *, python: str, vllm: str) -> str:
+def render(
+    form: Form, version: ServedVersion, config: ServeConfig, model: Path, *, python: str, vllm: str, device: str
+) -> str:
     """The version in one of the forms.
 
     Args:
         model: the draft's directory as `settled_directory` gives it.
-        python: interpreter of the runtime, for the command · vllm: its version, for the image.
+        python: interpreter of the runtime, for the command · vllm: its version, for the image · device: what it runs
+            on, since the image is the GPU build.
     """
     # sampling writes where only an engine of `serve` is sure to be allowed to
     spec = server_spec(version, config.engine.model_copy(update={"sample": None}), model)
@@ -82,6 +89,8 @@ def render(form: Form, version: ServedVersion, config: ServeConfig, model: Path,
         else _kubernetes(version, config, image, arguments, mounted, offline)
     )
     head = f"# {version.model} version {version.version}: verifier {version.verifier_fingerprint[:12]}, vLLM {vllm}\n"
+    if device == "cpu":
+        head += _OTHER_DEVICE.format(vllm=vllm)
     return head + yaml.dump_all(document, Dumper=_WrittenOut, sort_keys=False, width=1000)
 
 

@@ -19,6 +19,9 @@ from speculators_core.serving.version import ServedVersion
 CONFIG = ServeConfig.model_validate({"port": 9001, "engine": {"k": 4, "kv_cache_gib": 1, "max_model_len": 2048}})
 
 
+FORMS: tuple[Form, ...] = ("compose", "kubernetes")
+
+
 @pytest.fixture
 def version(tmp_path: Path) -> ServedVersion:
     verifier, draft = tmp_path / "verifier", tmp_path / "draft"
@@ -32,9 +35,9 @@ def version(tmp_path: Path) -> ServedVersion:
     )
 
 
-def rendered(form: Form, version: ServedVersion) -> tuple[str, Path]:
+def rendered(form: Form, version: ServedVersion, device: str = "cpu") -> tuple[str, Path]:
     model = settled_directory(version, version.draft.parent / "serving")
-    return render(form, version, CONFIG, model, python="python", vllm="0.32.0+cpu"), model
+    return render(form, version, CONFIG, model, python="python", vllm="0.32.0+cpu", device=device), model
 
 
 def flags(words: list[str]) -> dict[str, str]:
@@ -65,6 +68,13 @@ def test_the_command_serves_the_draft_on_loopback_by_the_model_s_name(version: S
         "--model": str(model), "--served-model-name": "chat", "--host": "127.0.0.1", "--port": "9001",
         "--max-model-len": "2048", "--speculative-config": '{"num_speculative_tokens": 4}',
     } == found  # fmt: skip
+
+
+def test_an_image_for_gpus_says_so_where_the_version_was_proven_on_a_cpu(version: ServedVersion) -> None:
+    for form in FORMS:
+        assert "on which nothing is proven" in rendered(form, version)[0]
+        assert "on which nothing is proven" not in rendered(form, version, "cuda:NVIDIA H100")[0]
+    assert "#" not in rendered("command", version)[0]
 
 
 def test_compose_mounts_the_pair_where_it_lies_and_publishes_on_loopback(version: ServedVersion) -> None:
