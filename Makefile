@@ -4,7 +4,8 @@ VENV   := .venv/bin
 PYTEST := $(VENV)/python -m pytest
 # a file's tests stay together, with the engines and services that they share; JOBS=0: one after the other
 JOBS   ?= 2
-SPREAD := -n $(JOBS) --dist loadfile
+# in the order of the tree, where files with engines come before the many quick ones: these fill what is left at the end
+SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup verifier demo test check trial ui clean
 

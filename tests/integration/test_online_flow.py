@@ -53,7 +53,7 @@ def run_of(verifier: Path, states: Path, tmp_path: Path) -> Callable[..., Run]:
             "verifier": {"path": str(served)},
             "runtime": {"python": str(python)},
             "data": {"sources": ["nowhere.jsonl"]},
-            "capture": {"concurrency": 2, "kv_cache_gib": 0.1},
+            "capture": {"concurrency": 2, "kv_cache_gib": 0.1, "shard_tokens": 128},  # several, so that engines share
             "algorithm": {"kind": "eagle3", "aux_layers": [2, 3, 4]},
             "training": {
                 "epochs": 10,
@@ -133,13 +133,14 @@ def test_a_signal_while_several_engines_start_is_heard_by_all_of_them(
         process = subprocess.Popen(argv, env=child_environment(run.home), cwd=ROOT, stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + 600
-        while not started.exists() or started.read_text() != "x\nx\n":
+        while len(list((run.home / "engines").glob("vllm-*.json"))) < 2 or started.read_text() != "x\nx\n":
             assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
             time.sleep(0.1)
         signalled = time.monotonic()
         process.terminate()
         process.wait(120)
         assert time.monotonic() - signalled < 30
+        assert len(list((run.home / "logs").glob("vllm-*.log"))) == 2, "one each, and none that was tried again"
         assert not list((run.home / "engines").glob("*.json"))
     finally:
         process.kill()
