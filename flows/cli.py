@@ -237,12 +237,19 @@ def require_utf8(texts: Iterable[str]) -> None:
             raise ConfigError(f"{text!a} is not UTF-8", mend="give the file or directory another name")
 
 
+def require_words(arguments: Iterable[str]) -> None:
+    """ConfigError for an empty argument, which as a path would be the directory that one happens to be in."""
+    if "" in arguments:
+        raise ConfigError("one of the arguments is empty", mend="is a variable of the shell unset?")
+
+
 def main() -> None:
     """Run the command; errors of ours become one clear message and an exit status (2 recipe, 1 other, 130 signal)."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
     for noisy in ("httpx", "httpcore", "alembic", "mlflow", "matplotlib", "prefect.server"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
+        require_words(sys.argv[1:])
         require_utf8([*sys.argv[1:], str(Path.cwd()), os.environ.get("DRAFTSMITH_HOME", "")])
         status = app(standalone_mode=False)  # a command's typer.Exit comes back as its number
         sys.exit(status if isinstance(status, int) else 0)

@@ -20,13 +20,16 @@ _ENGINE_GIB, _TRAINER_GIB = 1.5, 1.0
 """Interpreter, libraries and activations of a small model."""
 
 
-def require_memory(run: Run, stations: Sequence[Station]) -> None:
+def require_memory(run: Run, stations: Sequence[Station], lent: int = 0) -> None:
     """Refuse what cannot fit. Servers that somebody else runs are theirs to count.
+
+    Args:
+        lent: bytes of memory that the run's own store of records takes.
 
     Raises:
         ConfigError: with what each part needs, what is free, and what to lower.
     """
-    free, parts = free_memory(run.capture_runtime.device), planned(run, stations)
+    free, parts = free_memory(run.capture_runtime.device), planned(run, stations, lent)
     needed = sum(parts.values())
     if free is not None and needed > free:
         table = "\n".join(f"    {size / _GIB:7.2f} GiB  {name}" for name, size in parts.items())
@@ -38,7 +41,7 @@ def require_memory(run: Run, stations: Sequence[Station]) -> None:
         )
 
 
-def planned(run: Run, stations: Sequence[Station]) -> dict[str, float]:
+def planned(run: Run, stations: Sequence[Station], lent: int = 0) -> dict[str, float]:
     """Bytes of each part, by name."""
     facts, training = run.facts, run.recipe.training
     weights = sum(path.stat().st_size for path in run.verifier.glob("*.safetensors"))
@@ -48,6 +51,8 @@ def planned(run: Run, stations: Sequence[Station]) -> dict[str, float]:
             parts[f"engine {number}: weights"] = weights
             parts[f"engine {number}: cache (capture.kv_cache_gib)"] = station.spec.kv_cache_gib * _GIB
             parts[f"engine {number}: the rest"] = _ENGINE_GIB * _GIB
+    if lent:
+        parts["store of records (capture.concurrency, longest row)"] = lent
     per_token = len(run.layer_ids) * facts.hidden_size * 4
     ahead = training.row_tokens * training.gradient_accumulation * (training.prefetch_steps + 2)
     window = run.recipe.hidden_states.window_tokens

@@ -42,7 +42,7 @@ def streaming(run: Run, dataset: ArtifactRef, workspace: Path) -> Iterator[Onlin
     from speculators_core.states.handshake import server_command
     from speculators_core.states.keeper import keep_engines
     from speculators_core.states.online import keep_answers
-    from speculators_core.states.stores import provided_store
+    from speculators_core.states.stores import provided_store, room_of
 
     recipe, config, place = run.recipe, run.recipe.hidden_states, workspace / PLACE
     if recipe.capture.source != "engine":
@@ -55,12 +55,17 @@ def streaming(run: Run, dataset: ArtifactRef, workspace: Path) -> Iterator[Onlin
     context = context_for(longest, run.facts)
     book = AddressBook(place / "engines.json")
     per_token = bytes_per_token(run.facts, run.layer_ids, recipe.capture.dtype)
-    with provided_store(recipe.capture, longest, per_token, run.home, len(config.engines)) as capture:
-        stations = [
+
+    def stations_of(capture: CaptureConfig) -> list[Station]:
+        return [
             station(run, capture, seat, place / f"engine-{number}", context)
             for number, seat in enumerate(config.engines)
         ]
-        require_memory(run, stations)
+
+    lent = room_of(recipe.capture, longest, per_token, len(config.engines))
+    require_memory(run, stations_of(recipe.capture), lent)
+    with provided_store(recipe.capture, longest, per_token, run.home, len(config.engines)) as capture:
+        stations = stations_of(capture)
         request = OnlineRequest(
             dataset=str(rows.path),
             dataset_digest=dataset.digest,

@@ -31,8 +31,7 @@ def provided_store(
     """The capture's settings, of which `backend_config` names a store that exists for the length of a `with` block.
 
     `mooncake` without settings gets a master and a process that lends it memory, on loopback; `shm` a space of its own.
-    There is room for twice the records of all requests in flight, were each as long as the longest row; a fuller store
-    makes its writers wait. All else stays as it is.
+    It has as much room as `room_of` says; a fuller store makes its writers wait. All else stays as it is.
 
     Args:
         longest: tokens of that row.
@@ -43,12 +42,22 @@ def provided_store(
     Raises:
         CaptureError: the store does not start.
     """
-    if config.backend_config or config.backend not in _PROVIDERS:
+    num_bytes = room_of(config, longest, bytes_per_token, engines)
+    if not num_bytes:
         yield config
         return
-    num_bytes = max(_LEAST_BYTES, 2 * config.concurrency * engines * longest * bytes_per_token)
     with _PROVIDERS[config.backend](num_bytes, home) as settings:
         yield config.model_copy(update={"backend_config": dict(settings)})
+
+
+def room_of(config: CaptureConfig, longest: int, bytes_per_token: int, engines: int = 1) -> int:
+    """Bytes of this host's memory that `provided_store` lends; 0 where it makes none.
+
+    Twice the records of all requests in flight, were each as long as the longest row.
+    """
+    if config.backend_config or config.backend not in _PROVIDERS:
+        return 0
+    return max(_LEAST_BYTES, 2 * config.concurrency * engines * longest * bytes_per_token)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from speculators_core.formats.config import GreedyProposal, NativeHeadConfig, Sp
 from speculators_core.formats.directory import read_draft
 from speculators_core.formats.servable import check_servable
 from speculators_core.store.files import write_directory
+from speculators_core.store.manifest import sha256_file
 from speculators_core.types import ExportedDraft
 from speculators_core.verifier.weights import locate
 
@@ -103,7 +103,7 @@ def stitch(draft_dir: Path, verifier_dir: Path, target: Path, *, link: bool = Fa
                 (directory / path.name).symlink_to(path.resolve())
             else:
                 shutil.copy2(path, directory / path.name)
-                if _digest(path) != _digest(directory / path.name):
+                if sha256_file(path) != sha256_file(directory / path.name):
                     raise FormatError(f"{target / path.name} did not come out as {path}", mend="look at the disk")
 
     write_directory(target, write)
@@ -139,8 +139,3 @@ def _rewrite(source: Path, target: Path, native: Mapping[str, Tensor]) -> None:
 def _bytes(tensor: Tensor) -> Tensor:
     """Bits, so that NaNs and signed zeros compare."""
     return tensor.contiguous().flatten().view(torch.uint8)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -41,6 +41,7 @@ def test_help_names_every_stage_and_imports_nothing_heavy() -> None:
     ("arguments", "status", "words"),
     [
         (("retrain", "nothing.yaml"), 2, "no recipe at nothing.yaml"),
+        (("convert", "", "out"), 2, "one of the arguments is empty"),
         (("capture", DEMO, "--set", "captur.concurrency=1"), 2, "did you mean `capture`"),
         (("prepare", DEMO, "--set", "verifier.path=missing"), 1, "does not exist"),
         (("doctor", DEMO, "--set", "x=1"), 2, "No such option"),

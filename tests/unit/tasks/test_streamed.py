@@ -16,7 +16,9 @@ from speculators_core.errors import ConfigError
 from speculators_core.run import Run
 from speculators_core.stages import memory
 from speculators_core.stages.memory import planned, require_memory
+from speculators_core.states.config import CaptureConfig
 from speculators_core.states.keeper import Station
+from speculators_core.states.stores import room_of
 from speculators_core.types import ArtifactRef
 from tasks.planner import Planner
 from tests.integration.planning_world import World, serve_runtime
@@ -98,3 +100,11 @@ def test_engines_and_trainer_that_do_not_fit_are_refused_with_the_sum(
         require_memory(run, [ours, theirs])
     monkeypatch.setattr(memory, "free_memory", lambda device: sum(parts.values()))
     require_memory(run, [ours, theirs])
+    with pytest.raises(ConfigError, match=r"1\.00 GiB  store of records"):
+        require_memory(run, [ours, theirs], lent=2**30)
+
+
+def test_a_store_that_the_run_makes_itself_takes_memory_too() -> None:
+    of_ours, of_theirs = CaptureConfig(backend="mooncake"), CaptureConfig(backend="shm", backend_config={"space": "x"})
+    assert room_of(of_ours, 1000, 10_000, engines=2) == 4 * of_ours.concurrency * 1000 * 10_000
+    assert room_of(of_theirs, 1000, 10_000) == room_of(CaptureConfig(backend="file"), 1000, 10_000) == 0
