@@ -19,8 +19,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +143,11 @@ class Supervisor:
     def sweep(self, grace_s: float) -> None:
         """End every process below; returns when none is left.
 
-        SIGTERM to the command's own session; to all others once the command has ended, which may need them to end well
-        (a proxy, an engine: under supervisors of their own); SIGKILL to what is left after the grace.
+        SIGTERM to the command alone, which may need its own processes to end well and tells them itself (vLLM's engine
+        dies of a second one while its connector writes what it owes); to all others once the command has ended;
+        SIGKILL to what is left after the grace.
         """
-        for pid in self._session():
-            send(pid, signal.SIGTERM)
+        send(self.child.pid, signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         give_up = deadline + _SWEEP_S
         all_asked = False
@@ -166,13 +164,6 @@ class Supervisor:
             time.sleep(0.05)
             self._collect()
         self.record_path.unlink(missing_ok=True)
-
-    def _session(self) -> Iterator[int]:
-        """Processes of the command's own session."""
-        for pid in descendants(os.getpid()):
-            with suppress(ProcessLookupError):
-                if os.getsid(pid) == self.child.pid:
-                    yield pid
 
     def _collect(self) -> None:
         """Wait for adopted children, so that no zombie stays."""

@@ -105,6 +105,17 @@ def test_a_command_that_is_stopped_still_has_what_runs_in_a_session_of_its_own(t
     assert [pid for pid in pids if alive(pid)] == []
 
 
+def test_a_child_hears_of_a_stop_from_its_parent_alone(tmp_path: Path) -> None:
+    """vLLM's server tells its engine, which a second signal would kill in the middle of its shutdown."""
+    child = "trap 'echo heard; n=x$n; [ $n != xx ] || exit' TERM; while :; do sleep 0.1; done"
+    command = f"({child}) & child=$!; trap 'kill -TERM $child; sleep 1; echo ended; exit' TERM; sleep 300 & wait"
+    process = supervise(["bash", "-c", command], name="x", home=tmp_path, log=tmp_path / "l")
+    family(tmp_path, 4)
+    process.stop()
+    told = [line for line in (tmp_path / "l").read_text().split() if line in ("heard", "ended")]
+    assert told == ["heard", "ended", "heard"]
+
+
 def test_what_a_finished_command_leaves_behind_is_ended(tmp_path: Path) -> None:
     process = supervise(
         ["sh", "-c", "setsid sleep 300 & sleep 300 & sleep 1.5; exit 0"], name="x", home=tmp_path, log=tmp_path / "l"

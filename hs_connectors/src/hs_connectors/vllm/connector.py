@@ -16,10 +16,13 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -145,9 +148,10 @@ class DraftsmithHiddenStates(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
 
     def shutdown(self) -> None:
         """Write out what is queued; what cannot be written ends as an error marker."""
-        if self._worker is not None:
-            self._worker.close()
-        self._half.close()
+        with _signals_ignored():
+            if self._worker is not None:
+                self._worker.close()
+            self._half.close()
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: this connector only stores."""
@@ -189,6 +193,20 @@ class DraftsmithHiddenStates(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
     ) -> tuple[bool, dict[str, Any] | None]:
         """Decide what of a finished request is captured; the dictionary goes into its response."""
         return self._half.decide(request, block_ids[self._group] if self._group < len(block_ids) else [])
+
+
+@contextmanager
+def _signals_ignored() -> Iterator[None]:
+    """For the time of a shutdown: vLLM gives signals their default action before it, and its server sends another."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _SchedulerHalf:
