@@ -57,11 +57,13 @@ def examine(settings: Settings, recipe: Recipe | None) -> list[Finding]:
 
 
 def look(name: str, check: Callable[[], str]) -> Finding:
-    """One check; an error of ours becomes a finding."""
+    """One check; an error of ours becomes a finding. Addresses are shown without the passwords in them."""
+    from tasks.adapters.redaction import redact
+
     try:
-        return Finding(name=name, ok=True, text=check())
+        return Finding(name=name, ok=True, text=redact(check()))
     except DraftsmithError as error:
-        return Finding(name=name, ok=False, text=str(error))
+        return Finding(name=name, ok=False, text=redact(str(error)))
 
 
 def describe_environment() -> str:

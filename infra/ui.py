@@ -22,6 +22,7 @@ from typing import NoReturn
 from speculators_core.errors import ConfigError, DraftsmithError
 from speculators_core.processes import SupervisedProcess, supervise
 from tasks.adapters.prefect_server import UI_RECORD, answers
+from tasks.adapters.redaction import redact
 from tasks.adapters.settings import Settings, settings
 
 HOST = "127.0.0.1"
@@ -148,8 +149,8 @@ def require_free(port: int, flag: str) -> None:
 
 
 def say(line: str) -> None:
-    """A line for the person at the terminal."""
-    sys.stdout.write(f"{line}\n")
+    """A line for the person at the terminal; addresses come without their passwords."""
+    sys.stdout.write(f"{redact(line)}\n")
     sys.stdout.flush()
 
 

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from speculators_core.lifecycle.changes import Change
 from speculators_core.types import StrictModel
+from tasks.adapters.redaction import scrub
 from tasks.notices import Notice, post
 from tasks.site import EventName
 
@@ -37,7 +38,7 @@ class DeploymentEvent(StrictModel):
                 "prefect.resource.id": f"draftsmith.deployment.{self.deployment}",
                 "prefect.resource.name": self.deployment,
             }
-            emit_event(self.event, resource=resource, payload=self.model_dump(mode="json"))
+            emit_event(self.event, resource=resource, payload=scrub(self.model_dump(mode="json"), allow_text=True))
         title = f"{self.deployment}: {self.event}" + (f" (version {self.version})" if self.version else "")
         post(Notice(event=self.event, incident=f"{self.deployment} {incident}", title=title, lines=self.reasons))
 

@@ -18,6 +18,7 @@ from speculators_core.errors import BudgetError, RegistryError
 from speculators_core.lifecycle.budget import Amount
 from speculators_core.run import NotProduced, Run, StageResult
 from tasks.adapters.follow import follow_metrics
+from tasks.adapters.redaction import redact
 from tasks.adapters.settings import settings
 from tasks.adapters.tracking import DatasetFacts, StageRun, Tracking
 from tasks.events import BudgetExceeded
@@ -184,7 +185,7 @@ def show_summary(name: str, result: StageResult, report: Path | None) -> None:
     if FlowRunContext.get() is None:
         return
     if report is not None:
-        create_markdown_artifact(report.read_text(encoding="utf-8"), key=f"stage-{name}")
+        create_markdown_artifact(redact(report.read_text(encoding="utf-8")), key=f"stage-{name}")
         return
     lines = [f"## {name}", "", f"took {result.seconds:.1f} s", "", "| | |", "|---|---|"]
     lines += [f"| {key} | {value:g} |" for key, value in numbers(result.summary).items()]

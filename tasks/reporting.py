@@ -33,7 +33,7 @@ from speculators_core.training.callbacks.metrics_log import read_metrics
 from speculators_core.types import ArtifactRef
 from speculators_core.verifier.difference import difference
 from speculators_core.verifier.fingerprint import PARTS, recall
-from tasks.adapters.redaction import redact
+from tasks.adapters.redaction import redact, scrub
 from tasks.observe import parent_run, tracking
 
 log = logging.getLogger(__name__)
@@ -105,23 +105,23 @@ def publish_report(run: Run, report: CandidateReport) -> str:
     Returns where the page lies: an address of MLflow's.
     """
     parent = parent_run(run.recipe.digest(), run.recipe.name)
+    markdown = redact(to_markdown(report))
     with tempfile.TemporaryDirectory(prefix="draftsmith-report-") as folder:
         name = f"{report.model}-v{report.version}"
         (Path(folder) / f"{name}.html").write_text(redact(to_html(report)), encoding="utf-8")
-        (Path(folder) / f"{name}.md").write_text(redact(to_markdown(report)), encoding="utf-8")
+        (Path(folder) / f"{name}.md").write_text(markdown, encoding="utf-8")
         tracking().handle(parent).files(Path(folder), "reports")
     if FlowRunContext.get() is not None:
-        create_markdown_artifact(
-            to_markdown(report), key=f"report-{report.model}", description=f"version {report.version}"
-        )
+        create_markdown_artifact(markdown, key=f"report-{report.model}", description=f"version {report.version}")
     where = f"runs:/{parent}/reports/{name}.html"
     log.info("report=%s", where)
     return where
 
 
 def resolved(recipe: Recipe) -> str:
-    """The whole recipe as YAML, defaults and overrides included."""
-    text: str = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """The whole recipe as YAML, defaults and overrides included, without what secrets somebody wrote into it."""
+    shown = scrub(recipe.model_dump(mode="json"), allow_text=True)
+    text: str = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
     return text
 
 

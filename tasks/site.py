@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from speculators_core.config import read_yaml, validate
 from speculators_core.types import StrictModel
@@ -39,11 +40,17 @@ class Channel(StrictModel):
     """Where messages go. The file names a variable and holds no secret: it is checked in."""
 
     url_variable: str = Field(
-        pattern=r"^[A-Z][A-Z0-9_]*$",
         description="environment variable with an address as apprise writes it: jsons://host/path for a plain webhook, "
         "slack://…, mailto://… (read where commands and workers run)",
     )
     events: tuple[EventName, ...] | None = Field(None, description="which; null: all")
+
+    @field_validator("url_variable")
+    @classmethod
+    def _a_name(cls, value: str) -> str:
+        if re.fullmatch(r"[A-Z][A-Z0-9_]*", value) is None:  # it may be the address itself, which no error may show
+            raise ValueError("must be the name of an environment variable that holds the address, e.g. ONCALL_URL")
+        return value
 
 
 class Site(StrictModel):

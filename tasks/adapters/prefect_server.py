@@ -22,6 +22,7 @@ from pathlib import Path
 
 from speculators_core.errors import ConfigError, DraftsmithError
 from speculators_core.processes import OWNER_VARIABLE, SupervisedProcess, supervise
+from tasks.adapters.redaction import redact
 from tasks.adapters.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class PrefectApi:
             if self.process is None:
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"no Prefect server answers at {self.url}",
+                        f"no Prefect server answers at {redact(self.url)}",
                         mend="start it, or unset PREFECT_API_URL to use a private one",
                     )
             elif (status := self.process.poll()) is not None or time.monotonic() > deadline:
@@ -120,7 +121,7 @@ def running_ui_api(home: Path) -> str | None:
 def answers(url: str) -> bool:
     """Whether a GET on loopback or a configured server yields status 200 within two seconds."""
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url!r} is not an http URL", mend="check PREFECT_API_URL")
+        raise ConfigError(f"{redact(url)!r} is not an http URL", mend="check PREFECT_API_URL")
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
             return bool(response.status == 200)

@@ -17,12 +17,26 @@ _SECRET_NAME = re.compile(
     r"|(?i:(^|[-_.])(auth|access|api|hf|hub|bearer|session|refresh)[-_.]?token$|^token$)"
     r"|^[A-Z0-9_]+_(TOKEN|KEY)$"
 )
-_SECRET_VALUES = re.compile(
-    r"(?P<keep>://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password in a URL
-    r"|(?P<keep2>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{8,}"
-    r"|(?P<keep3>X-Amz-(?:Signature|Credential|Security-Token)=)[^&\s]+"
-    r"|\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,})\b"
+_SECRET_VALUES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        # what precedes the host of a URL; a password may hold `@`, and `/` too: digits and `/` are a port and its path
+        r"(?P<keep>://)(?:[^/\s:\"'<>]*:(?!\d+/)[^\s\"'<>]+|[^/\s]+)(?=@)",
+        r"(?P<keep>(?i:[?&;#](?:[\w-]*(?:token|key|password|secret|signature|credential)|sig|auth)=))[^&\s\"'<>]+",
+        # whoever has the address of a webhook may write there: of chats, then as apprise writes them
+        r"(?P<keep>\b(?:hooks\.(?:slack|zapier)\.com|discord(?:app)?\.com/api/webhooks|(?:[\w-]+\.)?webhook\.office\.com"
+        r"|outlook\.office(?:365)?\.com/webhook|chat\.googleapis\.com/v1)/)[^\s\"'<>]+",
+        r"(?P<keep>\bapi\.telegram\.org/bot|https?://[^/\s]+/hooks/)[^\s\"'<>]+",
+        r"(?P<keep>\b(?:discord|forms?|gchat|gotifys?|jsons?|mailtos?|matrixs?|mmosts?|msteams|ntfys?|opsgenie|pagerduty"
+        r"|pbul|pover|rockets?|signals?|slack|tgram|webex|workflows?|wxteams|xmls?|zulip)://)[^\s\"'<>]+",
+        r"(?P<keep>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{8,}",
+        r"(?P<keep>X-Amz-(?:Signature|Credential|Security-Token)=)[^&\s]+",
+        r"(?P<keep>)\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}"
+        r"|xox[abpr]-[\w-]{10,})\b",
+    )
 )
+_FLAG = re.compile(r"""(?P<keep>--(?P<name>[\w-]+)(?:[= ]|["'], ?["']))(?:'[^']*'|"[^"]*"|[^\s"']+)""")
+"""An option with its value, as a shell has it or as a printed list of arguments."""
 _TEXT_KEYS = frozenset({
     "messages", "conversation", "conversations", "prompt", "content", "reasoning_content", "reasoning", "text",
     "reply", "replies", "response", "completion",
@@ -33,12 +47,14 @@ _JSON_SUFFIXES = frozenset({".json", ".jsonl"})
 
 def is_secret_name(name: str) -> bool:
     """Whether a variable or configuration key of this name holds a secret."""
-    return bool(_SECRET_NAME.search(name))
+    return bool(_SECRET_NAME.search(name)) and not name.endswith("_variable")  # that names one, and holds none
 
 
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Replace known shapes of secrets, and the values of secret environment variables, by a mask."""
-    text = _SECRET_VALUES.sub(lambda m: next((k for k in m.groups() if k), "") + MASK, text)
+    for pattern in _SECRET_VALUES:
+        text = pattern.sub(rf"\g<keep>{MASK}", text)
+    text = _FLAG.sub(lambda flag: flag["keep"] + MASK if is_secret_name(flag["name"]) else flag[0], text)
     for name, value in environ.items():
         if len(value) >= 8 and is_secret_name(name) and value in text:
             text = text.replace(value, MASK)
@@ -56,7 +72,10 @@ def scrub(value: Any, *, allow_text: bool, name: str = "") -> Any:
     if isinstance(value, Mapping):
         return {key: scrub(item, allow_text=allow_text, name=str(key)) for key, item in value.items()}
     if isinstance(value, Sequence):
-        return [scrub(item, allow_text=allow_text, name=name) for item in value]
+        return [
+            MASK if _takes_secret(before) else scrub(item, allow_text=allow_text, name=name)
+            for before, item in zip((None, *value), value, strict=False)
+        ]
     return value
 
 
@@ -71,6 +90,12 @@ def scrubbed_file(path: Path, *, allow_text: bool) -> bytes | None:
     if path.suffix in _TEXT_SUFFIXES:
         return redact(path.read_text(encoding="utf-8", errors="replace")).encode()
     return None
+
+
+def _takes_secret(argument: Any) -> bool:
+    """Whether the next argument of a command line is a secret."""
+    flag = re.fullmatch(r"--([\w-]+)", argument) if isinstance(argument, str) else None
+    return flag is not None and is_secret_name(flag[1])
 
 
 def _holds_words(value: Any) -> bool:

@@ -1,0 +1,22 @@
+"""The installation's file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from speculators_core.errors import ConfigError
+from tasks.site import read_site
+
+
+def test_an_address_in_the_place_of_its_variable_is_refused_and_not_shown(tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    notify = [{"url_variable": "https://hooks.slack.com/services/T0/B0/hunter2"}]
+    site.write_text(json.dumps({"watch": {"recipes": ["x"]}, "notify": notify}))
+    with pytest.raises(ConfigError, match="must be the name of an environment variable") as caught:
+        read_site(site)
+    assert "hunter2" not in str(caught.value)
+    site.write_text(site.read_text().replace(notify[0]["url_variable"], "ONCALL_URL"))
+    assert read_site(site).notify[0].url_variable == "ONCALL_URL"
