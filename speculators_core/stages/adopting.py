@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from speculators_core.errors import ConfigError
 from speculators_core.run import Run, StageResult, produce
 from speculators_core.stages.versions import VERSIONS
-from speculators_core.store import input_digest
+from speculators_core.store import emptied, input_digest
 from speculators_core.types import ArtifactRef, Json
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def convert(run: Run, source: str, options: ConvertOptions) -> StageResult:
     def build(workspace: Path) -> dict[str, Any]:
         from speculators_core.convert import convert as write
 
-        done = write(found, workspace, run.verifier, run.published_name, options)
+        done = write(found, emptied(workspace), run.verifier, run.published_name, options)
         told = done.model_dump(mode="json", include={"algorithm", "layout", "notes"})
         return {"verifier": run.published_name, **told}
 

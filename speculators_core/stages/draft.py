@@ -13,7 +13,7 @@ from speculators_core.stages.expected import train_estimate
 from speculators_core.stages.states import captured_with
 from speculators_core.stages.streaming import PLACE, streaming
 from speculators_core.stages.versions import VERSIONS
-from speculators_core.store import input_digest
+from speculators_core.store import emptied, input_digest
 from speculators_core.types import ArtifactRef, Json
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def export(run: Run, training: ArtifactRef) -> StageResult:
         from speculators_core import drafts
 
         trained = run.store.path(training)
-        drafts.export(train_request(run, Path(), trained), trained, publish, workspace, card)
+        drafts.export(train_request(run, Path(), trained), trained, publish, emptied(workspace), card)
         began = run.store.manifest(training).meta.get("began_from")
         return {"verifier": publish, "algorithm": str(run.recipe.algorithm["kind"]), "began_from": began}
 

@@ -1,6 +1,6 @@
 """The artifact store: every stage's output is a directory with a manifest that was written last."""
 
-from speculators_core.store.files import file_lock, storage_errors, write_atomic
+from speculators_core.store.files import emptied, file_lock, storage_errors, write_atomic
 from speculators_core.store.manifest import (
     FileEntry,
     Manifest,
@@ -16,6 +16,7 @@ __all__ = [
     "Manifest",
     "Store",
     "canonical_json",
+    "emptied",
     "file_lock",
     "input_digest",
     "sha256_file",

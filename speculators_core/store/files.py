@@ -21,7 +21,7 @@ from speculators_core.store.manifest import FileEntry, sha256_file
 logger = logging.getLogger(__name__)
 
 PARTIAL_SUFFIX = ".part"
-"""Files that end so are unfinished: left by a killed writer, never published."""
+"""What ends so is unfinished: left by a killed writer, never published."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "File too large", "os error 28", "os error 27")
@@ -126,10 +126,20 @@ def data_files(directory: Path) -> list[str]:
     return sorted(found)
 
 
-def drop_partial_files(directory: Path) -> None:
-    """Delete what killed writers left unfinished."""
-    for path in directory.rglob(f"*{PARTIAL_SUFFIX}"):
-        path.unlink(missing_ok=True)
+def emptied(directory: Path) -> Path:
+    """The directory, without what an earlier try left in it: for work that cannot go on from there."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def drop_partials(directory: Path) -> None:
+    """Delete what killed writers left unfinished: files and directories."""
+    for path in [*directory.rglob(f"*{PARTIAL_SUFFIX}")]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def stamp(path: Path) -> Stamp:

@@ -19,7 +19,7 @@ _MEND = "check the address, the credentials and the network, then run the same c
 
 
 class Unreachable(StoreError):
-    """The remote store doesn't answer or refuses: no verdict on any artifact."""
+    """The store doesn't answer or refuses: no verdict on any artifact."""
 
 
 class RemoteRoot:

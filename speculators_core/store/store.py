@@ -23,7 +23,7 @@ from speculators_core.store.files import (
     VerifiedCache,
     data_files,
     discard,
-    drop_partial_files,
+    drop_partials,
     file_lock,
     hash_files,
     stamp,
@@ -164,7 +164,7 @@ class Store:
                 if (published := self.find(kind, input_digest)) is not None:
                     return published
                 raise StoreError(f"nothing to publish as {name}: {workspace} is not a directory")
-            drop_partial_files(workspace)
+            drop_partials(workspace)
             with storage_errors(workspace, "hashing an artifact"):
                 files = hash_files(workspace, data_files(workspace))
             manifest = Manifest(
@@ -194,8 +194,16 @@ class Store:
         name = _name(kind, input_digest)
         return file_lock(self._lock(name, "flight"), f"{kind} {input_digest[:12]} is being computed")
 
-    def artifacts(self, kind: str | None = None) -> Iterator[ArtifactRef]:
-        """All artifacts that have a readable manifest, by name; not verified."""
+    def artifacts(self, kind: str | None = None, *, whole: bool = False) -> Iterator[ArtifactRef]:
+        """All artifacts that have a readable manifest, by name; not verified.
+
+        Args:
+            whole: whether one that cannot be read is an error, rather than left out and logged: for whoever concludes
+                something from what is not there.
+
+        Raises:
+            StoreError: the store doesn't answer; with `whole`, a manifest cannot be read.
+        """
         if self._remote is not None:
             names = self._remote.names()
         else:
@@ -206,7 +214,15 @@ class Store:
                 continue
             try:
                 manifest = self._read(name)
+            except Unreachable:
+                raise
             except StoreError as error:
+                if whole:
+                    raise StoreError(
+                        f"{name} cannot be read, and what it was made of is not known: {error.what}",
+                        mend=f"use the version of draftsmith that wrote it, or delete {self.root}/{name}: the stage "
+                        "that made it is then computed anew",
+                    ) from error
                 logger.warning("%s is skipped: %s", name, error.what)
                 continue
             if manifest is not None:
@@ -299,6 +315,11 @@ class Store:
                 content = Path(where).read_bytes()
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 content = None
+            except OSError as error:
+                raise Unreachable(
+                    f"{where} cannot be read: {error.strerror or error}",
+                    mend="check the disk and the permissions, then run the same command again",
+                ) from error
         if content is None:
             return None
         manifest = Manifest.parse(content, where)
@@ -336,6 +357,7 @@ class Store:
                 staging.mkdir(parents=True)
                 # A copy: a foreign directory may lie on another file system, and a failure must leave it whole.
                 shutil.copytree(workspace, staging / "data")
+            drop_partials(staging)  # they may lie beside the data, too
             write_atomic(staging / MANIFEST_NAME, lambda partial: partial.write_text(manifest.to_json()))
             if target.exists():
                 discard(target, self._trash)

@@ -11,8 +11,9 @@ import pytest
 from speculators_core import stages
 from speculators_core.config import Recipe
 from speculators_core.convert.options import ConvertOptions
-from speculators_core.errors import ConfigError, FormatError
+from speculators_core.errors import ConfigError, FormatError, StoreError
 from speculators_core.run import Run
+from speculators_core.store import Store
 from tests.unit.speculators_core.algorithms.tiny import write_verifier
 from tests.unit.speculators_core.convert import foreign_drafts as foreign
 
@@ -58,3 +59,21 @@ def test_what_cannot_be_adopted_leaves_no_draft(tmp_path: Path, source: Path) ->
     (source / "model.safetensors").unlink()
     with pytest.raises(FormatError, match="no weights"):
         stages.convert(run, str(source), ConvertOptions())
+
+
+def test_a_conversion_whose_publication_failed_is_done_again(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_for(tmp_path)
+
+    def refuse(store: Store, workspace: Path, name: str, *_: object) -> None:
+        (workspace.parent / ".data.1-killed.part").mkdir()
+        raise StoreError(f"the disk is full: {name}")
+
+    with monkeypatch.context() as patch, pytest.raises(StoreError, match="the disk is full"):
+        patch.setattr(Store, "_publish_local", refuse)
+        stages.convert(run, str(source), ConvertOptions())
+    done = stages.convert(run, str(source), ConvertOptions())
+    published = run.store.path(done.ref)
+    assert sorted(path.name for path in published.parent.iterdir()) == ["data", "manifest.json"]
+    assert sorted(path.name for path in published.iterdir()) == ["README.md", "config.json", "model.safetensors"]

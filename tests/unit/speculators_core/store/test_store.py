@@ -149,6 +149,39 @@ def test_no_answer_is_an_error_and_not_a_miss(tmp_path: Path, monkeypatch: pytes
         store.find("states", KEY)
 
 
+def test_one_failed_read_leaves_no_artifact_out_of_a_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = Store(f"memory://{uuid4().hex}", scratch=tmp_path)
+    publish(store)
+
+    def refuse(*_: object, **__: object) -> bytes:
+        raise OSError("503 Slow Down")
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.cat_file", refuse)
+    with pytest.raises(Unreachable, match="503"):
+        list(store.artifacts())
+
+
+@pytest.mark.parametrize("fault", ["not JSON", '"schema_version": 2'])
+def test_a_listing_on_which_something_hangs_names_the_manifest_that_cannot_be_read(tmp_path: Path, fault: str):
+    store = Store(tmp_path / "store", scratch=tmp_path / "scratch")
+    publish(store)
+    manifest = tmp_path / "store" / "states" / KEY / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"schema_version": 1', fault))
+    assert list(store.artifacts()) == []
+    with pytest.raises(StoreError, match=f"states/{KEY} cannot be read(?s:.*)mend: use the version .* or delete"):
+        list(store.artifacts(whole=True))
+
+
+def test_a_manifest_that_the_disk_does_not_give_is_no_miss(tmp_path: Path):
+    store = Store(tmp_path / "store", scratch=tmp_path / "scratch")
+    publish(store)
+    manifest = tmp_path / "store" / "states" / KEY / "manifest.json"
+    manifest.unlink()
+    manifest.symlink_to(manifest)
+    with pytest.raises(Unreachable, match="symbolic links"):
+        store.find("states", KEY)
+
+
 def test_an_unknown_protocol_says_how_to_mend_it(tmp_path: Path):
     with pytest.raises(StoreError, match="mend: install"):
         Store("nosuch://bucket", scratch=tmp_path)
