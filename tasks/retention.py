@@ -99,8 +99,12 @@ def collect(*, keep_days: float, quota_bytes: int | None = None) -> Swept:
 
 
 def list_items(store: Store) -> Iterator[Item]:
-    """Artifacts with their lineage, then what killed stages left, then drafts that were fetched from the registry."""
-    for ref in store.artifacts():
+    """Artifacts with their lineage, then what killed stages left, then drafts that were fetched from the registry.
+
+    Raises:
+        StoreError: a manifest cannot be read: what it was made of would pass for unreferenced.
+    """
+    for ref in store.artifacts(whole=True):
         manifest = store.manifest(ref)
         made_of = manifest.meta.get(MADE_OF)
         yield Item(

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from speculators_core.errors import ConfigError, RegistryError
+from speculators_core.errors import ConfigError, RegistryError, StoreError
 from speculators_core.lifecycle.plan import MADE_OF, MadeOf
-from speculators_core.lifecycle.promotion import CHAMPION
+from speculators_core.lifecycle.promotion import CHAMPION, promote
 from speculators_core.store import Store
 from speculators_core.types import ArtifactRef
 from tasks import retention
@@ -134,6 +134,19 @@ def test_gc_keeps_what_is_referred_to_and_deletes_the_rest(home: Path) -> None:
         "failed-draft",
         "failed-evaluation",
     }
+
+
+def test_a_lineage_that_cannot_be_read_to_its_end_stops_the_sweep(home: Path) -> None:
+    publish("states", "torn-states")
+    manifest = home / "store" / "states" / "torn-states" / "manifest.json"
+    whole = manifest.read_text()
+    manifest.write_text(whole.replace('"schema_version": 1', '"schema_version": 2'))
+    grow_old(home)
+    before = names(home)
+    with pytest.raises(StoreError, match=r"states/torn-states cannot be read.*schema 2"):
+        retention.collect(keep_days=KEEP_DAYS)
+    assert names(home) == before
+    manifest.write_text(whole)
 
 
 def test_pins_name_one_artifact(home: Path) -> None:
