@@ -26,7 +26,7 @@ _OPEN_SHARDS = 16
 class ShardEntry(StrictModel):
     """One shard of a set."""
 
-    file: str = Field(description="file name in the set's directory")
+    file: str = Field(pattern=r"^shard-[0-9]{5,}\.safetensors$", description="file name in the set's directory")
     rows: int = Field(ge=1, description="rows in it")
     tokens: int = Field(ge=1, description="tokens in it")
 

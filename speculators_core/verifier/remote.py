@@ -112,6 +112,11 @@ class UrlFiles:
             path.lstrip("/").removeprefix(self._root.lstrip("/")).lstrip("/"): _identity(info)
             for path, info in found.items()
         }
+        if outside := sorted(name for name in listing if ".." in name.split("/")):  # a key may hold anything
+            raise VerifierError(
+                f"{self._url} has an object whose copy would lie elsewhere: {outside[0]}", mend="remove or rename it"
+            )
+        return listing
 
     @contextmanager
     def _answers(self, name: str) -> Iterator[None]:

@@ -53,6 +53,15 @@ def test_a_set_gives_back_every_row(tmp_path: Path):
     states.verify()
 
 
+@pytest.mark.parametrize("file", ["../.bashrc", "/etc/hosts", "shard-00000.safetensors/../x", "states.json"])
+def test_a_set_names_no_file_but_its_shards(tmp_path: Path, file: str) -> None:
+    captured(tmp_path)
+    index = tmp_path / "states.json"
+    index.write_text(index.read_text().replace("shard-00000.safetensors", file))
+    with pytest.raises(CaptureError, match=r"states\.json cannot be read"):
+        StateSet.open(tmp_path)
+
+
 def test_files_do_not_depend_on_the_order_of_arrival(tmp_path: Path):
     rows = make_rows(LENGTHS)
     shuffled = list(range(len(LENGTHS)))
