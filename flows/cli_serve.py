@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -68,13 +70,21 @@ def serve(
         return
 
     def tell(event: ServeEvent) -> None:
-        print(event.model_dump_json(exclude_none=True) if as_json else _line(event), flush=True)
+        say(event.model_dump_json(exclude_none=True) if as_json else _line(event))
         if events is not None:
             from speculators_core.serving.events import append_event
 
             append_event(events, event)
 
     serve_model(source, model, config, chosen, tell)
+
+
+def say(line: str) -> None:
+    """Print a line; where its reader has left (a pipe to `tee` and Ctrl-C), this and all that follows is dropped."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _alone(overrides: list[str]) -> ServeConfig:

@@ -40,6 +40,11 @@ class DraftsmithError(Exception):
         return _rebuild, (type(self), self.what, self.mend)
 
 
+def cause_of(error: BaseException) -> str:
+    """An error in one sentence: ours in its own words, another with its type."""
+    return error.what if isinstance(error, DraftsmithError) else f"{type(error).__name__}: {error}"
+
+
 def _rebuild(kind: type[DraftsmithError], what: str, mend: str | None) -> DraftsmithError:
     return kind(what, mend=mend)
 

@@ -63,11 +63,15 @@ def parse_prometheus(text: str) -> Iterator[Sample]:
     for line in text.splitlines():
         if line.startswith("#") or not (match := _LINE.match(line.strip())):
             continue
+        try:
+            value = float(match.group(3))
+        except ValueError:
+            continue
         labels = {
             key: re.sub(r"\\.", lambda escape: _ESCAPES.get(escape.group(), escape.group()), value)
             for key, value in _LABEL.findall(match.group(2) or "")
         }
-        yield Sample(match.group(1), labels, float(match.group(3)))
+        yield Sample(match.group(1), labels, value)
 
 
 def read_spec_decode(text: str) -> SpecDecodeCounters:

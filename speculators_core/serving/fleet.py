@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from speculators_core.engine.runtime import Runtime, probe_runtime
-from speculators_core.errors import EngineError, EvaluationError
+from speculators_core.errors import EngineError, EvaluationError, cause_of
 from speculators_core.serving.config import ServeConfig
 from speculators_core.serving.decisions import fits_beside
 from speculators_core.serving.probe import probe, refusal
@@ -110,29 +110,28 @@ class Fleet:
 
     def vacate(self) -> None:
         """Drain and end the live engine, so that its memory is free; nothing answers from the first moment on."""
-        if self.live is not None:
+        if (gone := self.live) is not None:
             self.count()
-        gone, self.live = self.live, None
-        if gone is not None:
-            self._draining.append((gone, time.monotonic() + self._config.drain_timeout_s))
             self._proxy.drain(gone.slot)
+            self._draining.append((gone, time.monotonic() + self._config.drain_timeout_s))
+            self.live = None
         self.clear()
 
     def close_drained(self) -> None:
         """End the engines that have finished what they began, and those whose time is over."""
         for replica, deadline in tuple(self._draining):
-            if self._proxy.in_flight(replica.slot) == 0 or time.monotonic() > deadline:
+            if self._is_idle(replica) or time.monotonic() > deadline:
                 self._draining.remove((replica, deadline))
                 self._end(replica)
 
     def count(self) -> None:
-        """Read the live engine's counters; an engine that does not answer keeps its last ones."""
+        """Read the live engine's counters; an engine that does not answer, or no numbers, keeps its last ones."""
         live = self.live
         assert live is not None
         try:
             live.now = read_traffic(live.client.metrics(), self._proxy.counts(live.slot), live.now)
-        except EngineError as error:
-            log.warning("the counters could not be read: %s", error.what)
+        except (EngineError, ValueError, OverflowError) as error:
+            log.warning("the counters could not be read: %s", cause_of(error))
 
     def dead(self) -> bool:
         """Whether the live engine has ended, or is silent for two minutes; a proxy that ended is started anew."""
@@ -178,8 +177,18 @@ class Fleet:
             self.count()
             self.live.begun = self.live.now  # its counts began anew
 
+    def _is_idle(self, replica: Replica) -> bool:
+        try:
+            return self._proxy.in_flight(replica.slot) == 0
+        except EngineError as error:  # a proxy that hangs says so later
+            log.warning("requests in flight could not be counted: %s", error.what)
+            return False
+
     def _end(self, replica: Replica) -> None:
-        self._proxy.close(replica.slot)
+        try:
+            self._proxy.close(replica.slot)
+        except EngineError as error:  # its place leads nowhere from now on
+            log.warning("version %s ends, and its place could not be closed: %s", replica.version.version, error.what)
         replica.stop()
 
     def _replicas(self) -> Iterator[Replica]:

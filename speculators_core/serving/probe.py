@@ -31,7 +31,9 @@ class ProbeResult(StrictModel):
     """What the probe saw."""
 
     tokens: int = Field(description="generated")
-    worst_gap: float = Field(description="largest distance (nats) of a reply's token below the verifier's best")
+    worst_gap: float = Field(
+        description="largest distance (nats) of a reply's token below the verifier's best; 0 where every reply is empty"
+    )
     al: float | None = Field(description="acceptance length; None: nothing was drafted")
 
 
@@ -56,13 +58,15 @@ def probe(client: EngineClient, config: ProbeConfig) -> ProbeResult:
     ]
     return ProbeResult(
         tokens=sum(len(reply.token_ids) for reply in replies),
-        worst_gap=max(gaps),
+        worst_gap=max(gaps, default=0.0),
         al=counted.acceptance_length if counted.drafts else None,
     )
 
 
 def refusal(found: ProbeResult, config: ProbeConfig, *, speculates: bool, registered_al: float | None) -> str | None:
     """Why an engine with this result may not take traffic; None: it may."""
+    if not found.tokens:
+        return "it answers every prompt of the probe with nothing"
     if found.worst_gap > config.tie_gap:
         return (
             f"it is not lossless: a greedy reply holds a token {found.worst_gap:.2f} nats below the verifier's best "

@@ -14,32 +14,34 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
-from speculators_core.errors import DraftsmithError, EngineError, Interrupted, RegistryError
+from speculators_core.errors import DraftsmithError, EngineError, cause_of
 from speculators_core.lifecycle.drift import CounterReading, note_window, window_between
 from speculators_core.serving.config import ServeConfig
 from speculators_core.serving.decisions import rollback_reason
-from speculators_core.serving.economy import Economy
+from speculators_core.serving.economy import Advice, Economy
 from speculators_core.serving.events import EventSink, Kind, ServeEvent
 from speculators_core.serving.fleet import Fleet, Refused
+from speculators_core.serving.signals import Signalled, interrupted_by_signals
 from speculators_core.serving.version import Replica, ServedVersion
 
 log = logging.getLogger(__name__)
 
 _RETRY_S = 120.0
 _RESTARTS = 3
+_TROUBLE = (DraftsmithError, OSError, ValueError)
+"""What a registry that is away, its tags, a version's files or a full disk raise: told, and what serves goes on."""
 
 
 class VersionSource(Protocol):
-    """Where a supervisor learns what is to be served; RegistryError where the registry is away."""
+    """Where a supervisor learns what is to be served.
+
+    DraftsmithError, OSError or ValueError: the registry is away, or what it holds cannot be used; serving goes on.
+    """
 
     def wanted(self) -> str:
         """The version that is to serve now, by the rules for moves by other hands."""
@@ -77,7 +79,8 @@ class Supervisor:
         self._away = False
         self._deaths: list[float] = []
         self._noted: CounterReading | None = None
-        self._refusal, self._trouble = ("", ""), ""
+        self._refusal = "", ""
+        self._warned: dict[str, str] = {}
         self._begin_economy()
 
     def run(self) -> None:
@@ -86,8 +89,9 @@ class Supervisor:
         Requests in flight then end, at most `drain_timeout_s`; a second signal cuts them.
 
         Raises:
-            DraftsmithError: the first version may not serve or doesn't start; an engine died and could not be started
-                again.
+            DraftsmithError: the first version may not serve or doesn't start; an engine died, or was ended for another,
+                and could not be started again.
+            Interrupted: a signal came.
         """
         with interrupted_by_signals():
             try:
@@ -95,7 +99,7 @@ class Supervisor:
                 while True:
                     time.sleep(self._config.poll_s)
                     self.look()
-            except Interrupted:
+            except Signalled:
                 self._tell("stopping", self._version())
                 self._fleet.finish()
                 raise
@@ -130,9 +134,9 @@ class Supervisor:
         serving = self._version()
         try:
             wanted = self._source.wanted()
-        except RegistryError as error:
+        except _TROUBLE as error:
             if not self._away:
-                self._tell("registry_away", serving, f"{error.what}; what is proven goes on serving")
+                self._tell("registry_away", serving, f"{cause_of(error)}; what is proven goes on serving")
             self._away = True
             return
         if self._away:
@@ -156,9 +160,10 @@ class Supervisor:
         except Refused as error:
             self._refuse(wanted, error.what)
             self._give_back(wanted, error.what, started)
-        except DraftsmithError as error:
+        except _TROUBLE as error:
+            reason = self._unless_down(error)
             self._retry_at = time.monotonic() + _RETRY_S  # what was missing may be there later
-            self._refuse(wanted, error.what)
+            self._refuse(wanted, reason)
         else:
             self._tell("rolled", wanted, "" if away is None else f"nothing answered for {away:.1f} s",
                        seconds=time.monotonic() - started if away is None else away)  # fmt: skip
@@ -184,7 +189,7 @@ class Supervisor:
     def _put(self, version: ServedVersion, *, speculate: bool = True) -> float | None:
         """Send the traffic to an engine of the version: the one that stands by, one started beside, or one in place.
 
-        Raises: as `Fleet.start`; what served before serves again then.
+        Raises: as `Fleet.start`; what served before serves again then. EngineError: it does not start either.
         """
         fleet, before, standby = self._fleet, self._live(), self._fleet.standby
         if standby is not None and standby.running() and (standby.version, standby.speculates) == (version, speculate):
@@ -193,14 +198,34 @@ class Supervisor:
         if self._has_room_for(version):
             fleet.let_in(fleet.start(version, speculate=speculate))
             return None
+        for needed in (before.version, version):
+            needed.require_unchanged(self._home)  # an engine that could not be started again is not given up
         gone = time.monotonic()
-        fleet.vacate()
         try:
+            fleet.vacate()
             fleet.let_in(fleet.start(version, speculate=speculate))
-        except DraftsmithError:
-            fleet.let_in(fleet.start(before.version, speculate=before.speculates))
+        except _TROUBLE as error:
+            if fleet.live is None:
+                self._restart(before, error)
             raise
         return time.monotonic() - gone
+
+    def _restart(self, before: Replica, why: Exception) -> None:
+        """Start again what was ended for another. EngineError, with both causes, where nothing serves now."""
+        try:
+            self._fleet.let_in(self._fleet.start(before.version, speculate=before.speculates))
+        except _TROUBLE as error:
+            raise EngineError(
+                f"nothing serves: {cause_of(why)}; and version {before.version.version}, which was ended for that, "
+                f"does not start again: {cause_of(error)}",
+                mend="see the engines' logs, then start `draftsmith serve` again",
+            ) from error
+
+    def _unless_down(self, error: Exception) -> str:
+        """Why something was not done; the error itself goes on where nothing serves any more."""
+        if self._fleet.live is None:
+            raise error
+        return cause_of(error)
 
     def _has_room_for(self, version: ServedVersion) -> bool:
         self._fleet.clear()  # what stands by gives its memory up first
@@ -239,12 +264,11 @@ class Supervisor:
         target = observed.displaced.version
         try:
             self._change_to(target)
-        except DraftsmithError as error:
+        except _TROUBLE as error:
             # what disappoints still answers; what was displaced no longer does
+            but = self._unless_down(error)
             self._conclude()
-            self._tell(
-                "refused", target.version, f"version {bad.version.version} disappoints ({reason}), but {error.what}"
-            )
+            self._tell("refused", target.version, f"version {bad.version.version} disappoints ({reason}), but {but}")
             return
         self._conclude()
         self._give_back(bad.version.version, reason, started)
@@ -256,15 +280,13 @@ class Supervisor:
         self._tell_registry()
 
     def _tell_registry(self) -> None:
-        """Move the alias away from what was taken back; again at the next look where the registry is away."""
+        """Move the alias away from what was taken back; again at the next look where that fails."""
         if self._to_take_back is None:
             return
         try:
             self._source.take_back(*self._to_take_back)
-        except RegistryError as error:
-            if error.what != self._trouble:
-                log.warning("the alias could not be moved back yet: %s", error.what)
-            self._trouble = error.what
+        except _TROUBLE as error:
+            self._warn("the alias could not be moved back yet", error)
             return
         self._to_take_back = None
 
@@ -275,23 +297,27 @@ class Supervisor:
 
     def _weigh(self) -> None:
         """Turn speculation off, or on again, where that is faster; not while a version is observed."""
-        live, fleet = self._live(), self._fleet
+        live = self._live()
         if self._observed is not None:
             return
         advice = self._economy.look(live.now, speculates=live.speculates, now=time.monotonic())
         if advice is None:
             return
+        try:
+            self._heed(advice)
+        except _TROUBLE as error:
+            log.warning("speculation stays as it is: %s", self._unless_down(error))
+
+    def _heed(self, advice: Advice) -> None:
+        """Do what is advised. Raises: as `_put`, and what keeps us from telling whether there is room."""
+        live, fleet = self._live(), self._fleet
         if advice.do == "report" or (advice.do == "alone" and not self._has_room_for(live.version)):
             self._tell("speculation_doubtful", live.version.version, advice.reason)  # a trial is worth no pause
         elif advice.do == "keep":
             fleet.retire_standby()
         else:
             drafting = advice.do == "drafting"
-            try:
-                self._put(live.version, speculate=drafting)
-            except DraftsmithError as error:
-                log.warning("speculation stays as it is: %s", error.what)
-                return
+            self._put(live.version, speculate=drafting)
             if drafting:
                 fleet.retire_standby()
             self._tell("speculation_on" if drafting else "speculation_off", live.version.version, advice.reason)
@@ -319,7 +345,7 @@ class Supervisor:
         self._tell("restarted", dead.version.version)
 
     def _note(self) -> None:
-        """Leave what was counted where the watch for drift looks."""
+        """Leave what was counted where the watch for drift looks; what can't be written is part of the next window."""
         live = self._live()
         reading = CounterReading(
             version=live.version.version, time=time.time(), drafts=live.now.spec.drafts, accepted=live.now.spec.accepted
@@ -329,7 +355,11 @@ class Supervisor:
                 return
             window = window_between(self._noted, reading)
             if window is not None and window.drafts:
-                note_window(self._home, self._model, window)
+                try:
+                    note_window(self._home, self._model, window)
+                except _TROUBLE as error:
+                    self._warn("what was counted could not be noted", error)
+                    return
         self._noted = reading
 
     def _live(self) -> Replica:
@@ -352,24 +382,18 @@ class Supervisor:
         event = ServeEvent(
             event=kind, model=self._model, version=version, reason=reason, address=address, seconds=seconds
         )
-        self._sink(event)
+        try:
+            self._sink(event)
+        except _TROUBLE as error:
+            self._warn(f"the event {kind} could not be told", error)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        """Log a failure once, until its cause is another."""
+        if self._warned.get(what) != cause_of(error):
+            log.warning("%s: %s", what, cause_of(error))
+        self._warned[what] = cause_of(error)
 
 
 def forced_note(version: ServedVersion) -> str:
     """Who promoted it against the gate, where somebody did."""
     return "" if version.forced_by is None else f"promoted against the gate by {version.forced_by}"
-
-
-@contextmanager
-def interrupted_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT raise Interrupted within the block, wherever it stands."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise Interrupted(signal.Signals(signum).name)
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -16,7 +16,7 @@ from pathlib import Path
 from speculators_core.engine.remote import RecordStore
 from speculators_core.engine.runtime import Runtime
 from speculators_core.engine.server import Engine, ServerSpec, serve
-from speculators_core.errors import DraftsmithError, EngineError
+from speculators_core.errors import EngineError, cause_of
 from speculators_core.states.book import AddressBook
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class _Keeper(threading.Thread):
     def _give_up(self, error: BaseException) -> None:
         self._error = error
         if self._settled.is_set():
-            cause = error.what if isinstance(error, DraftsmithError) else f"{type(error).__name__}: {error}"
+            cause = cause_of(error)
             log.error("engine %s is lost: %s", self._seat, cause)
             self._book.strike(self._seat, cause)
         self._settled.set()

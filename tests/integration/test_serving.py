@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import httpx
 import pytest
@@ -23,15 +25,17 @@ from speculators_core import supervisor
 from speculators_core.engine.client import EngineClient
 from speculators_core.engine.runtime import Runtime, RuntimeInfo
 from speculators_core.engine.server import Engine
-from speculators_core.errors import ConfigError, EngineError, Interrupted, RegistryError
+from speculators_core.errors import ConfigError, EngineError, Interrupted, RegistryError, VerifierError
 from speculators_core.lifecycle.drift import read_windows
 from speculators_core.processes import SupervisedProcess, supervise
 from speculators_core.serving.config import ServeConfig, WatchConfig
+from speculators_core.serving.economy import Advice
 from speculators_core.serving.events import ServeEvent
 from speculators_core.serving.fleet import Fleet, Refused
 from speculators_core.serving.proxy import Proxy
 from speculators_core.serving.supervisor import Supervisor
 from speculators_core.serving.version import Replica, ServedVersion
+from speculators_core.verifier.fingerprint import fingerprint
 from tasks.adapters.prefect_server import free_port
 from tests.client_load import steady_load
 from tests.environment import child_environment
@@ -39,6 +43,8 @@ from tests.haproxy import needs_haproxy
 
 pytestmark = needs_haproxy
 INFO = RuntimeInfo(vllm="0", build="b", device="cpu", model_runner="v1", torch="0", transformers="0")
+AWAY = RegistryError("MLflow does not answer")
+DISK_FULL = OSError(errno.ENOSPC, "No space left on device")
 WATCH = WatchConfig(window_s=3600, min_drafts=20, min_requests=10, note_every_s=0.01)
 
 
@@ -160,10 +166,15 @@ class CountingFleet(Fleet):
 
 
 class Registry:
-    """Implements `VersionSource`."""
+    """Implements `VersionSource`. Each version has a verifier of its own; all are the same, and none was ever trained.
 
-    def __init__(self) -> None:
-        self.champion, self.away = "1", False
+    `trouble` is what every answer raises.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self.champion = "1"
+        self.home = home
+        self.trouble: Exception | None = None
         self.taken_back: list[tuple[str, str]] = []
         self.forbidden: set[str] = set()
 
@@ -175,10 +186,23 @@ class Registry:
         self._answer()
         if version in self.forbidden:
             raise RegistryError(f"version {version} may not serve")
-        root = Path("nowhere")
         return ServedVersion(
-            model="chat", version=version, verifier=root, verifier_fingerprint="f", draft=root, draft_files={}, al=2.0
+            model="chat",
+            version=version,
+            verifier=self.verifier(version),
+            verifier_fingerprint=fingerprint(self.verifier(version), home=None).digest,
+            draft=Path("nowhere"),
+            draft_files={},
+            al=2.0,
         )
+
+    def verifier(self, version: str) -> Path:
+        directory = self.home / "verifiers" / version
+        if not directory.exists():
+            directory.mkdir(parents=True)
+            (directory / "config.json").write_text("{}")
+            (directory / "model.safetensors").write_bytes(b"weights")
+        return directory
 
     def take_back(self, version: str, why: str) -> None:
         self._answer()
@@ -186,8 +210,8 @@ class Registry:
         self.champion = "1"
 
     def _answer(self) -> None:
-        if self.away:
-            raise RegistryError("MLflow does not answer")
+        if self.trouble is not None:
+            raise self.trouble
 
 
 @dataclass
@@ -230,7 +254,7 @@ def serve_until_stopped(home: Path) -> None:
     fleet = counting_fleet(home)
     print(fleet.address, flush=True)
     try:
-        Supervisor("chat", Registry(), fleet.config, fleet, home, lambda event: None).run()
+        Supervisor("chat", Registry(home), fleet.config, fleet, home, lambda event: None).run()
     except Interrupted:
         sys.exit(130)
 
@@ -238,7 +262,7 @@ def serve_until_stopped(home: Path) -> None:
 @contextmanager
 def serving(home: Path, *, plans: dict[str, Plan] | None = None, **settings: Any) -> Iterator[World]:
     fleet = counting_fleet(home, plans, **settings)
-    registry, told = Registry(), list[ServeEvent]()
+    registry, told = Registry(home), list[ServeEvent]()
     supervisor = Supervisor("chat", registry, fleet.config, fleet, home, told.append)
     try:
         supervisor.begin()
@@ -330,7 +354,7 @@ def test_failing_requests_and_a_dead_engine_bring_it_back_too(tmp_path: Path) ->
 
 def test_the_champion_s_dead_engine_is_started_again(tmp_path: Path) -> None:
     with serving(tmp_path) as world:
-        world.registry.away = True
+        world.registry.trouble = AWAY
         world.fleet.engines[0].status = 1
         world.supervisor.look()
         assert world.kinds()[-3:] == ["engine_died", "restarted", "registry_away"] and world.ask() == "1"
@@ -388,16 +412,19 @@ def test_what_is_not_admitted_or_fails_its_probe_gets_no_request(tmp_path: Path)
         assert world.traffic(5) == {"1"} and world.fleet.running() == ["1"]
 
 
-def test_an_absent_registry_changes_nothing_and_a_rollback_waits_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trouble", [VerifierError("it was deleted"), DISK_FULL, ValueError("a tag: 1,63")])
+def test_an_absent_or_broken_registry_changes_nothing_and_a_rollback_waits_for_it(
+    tmp_path: Path, trouble: Exception
+) -> None:
     with serving(tmp_path, plans={"2": Plan(al=1.1)}) as world:
         world.promote("2")
         world.traffic(20)
-        world.registry.away = True
+        world.registry.trouble = trouble
         for _ in range(3):
             world.supervisor.look()
             assert world.ask() == "1", "traffic does not wait for the registry"
         assert world.registry.champion == "2" and world.kinds().count("registry_away") == 1
-        world.registry.away = False
+        world.registry.trouble = None
         world.supervisor.look()
         assert world.registry.champion == "1" and world.kinds()[-1] == "registry_back"
         assert world.traffic(3) == {"1"}
@@ -425,6 +452,36 @@ def test_with_room_for_one_engine_it_says_how_long_nothing_answered(tmp_path: Pa
         assert world.kinds()[-1] == "rolled_back" and world.fleet.running() == ["1"] and world.ask() == "1"
 
 
+@pytest.mark.parametrize("gone", ["1", "2"])
+def test_in_place_nothing_is_ended_for_what_could_not_be_started(tmp_path: Path, gone: str) -> None:
+    """Neither for a version whose files are gone, nor where those of what serves are: it could not come back."""
+    with serving(tmp_path, engines="in-place") as world:
+        admitted = world.registry.admit("2")
+        world.registry.admit = lambda version: admitted  # type: ignore[method-assign]
+        shutil.rmtree(world.registry.verifier(gone))
+        world.promote("2")
+        assert world.kinds()[-1] == "refused" and world.ask() == "1"
+        assert len(world.fleet.engines) == 1, "it went on without a pause"
+
+
+@pytest.mark.parametrize("by", ["roll", "rollback", "trial"])
+def test_where_the_old_engine_does_not_start_again_either_both_causes_are_told(tmp_path: Path, by: str) -> None:
+    plans = {"2": Plan(al=1.1)}
+    with serving(tmp_path, plans=plans, engines="in-place", auto_disable={"mode": "on"}) as world:
+        causes = "nothing serves: it is broken; and version 1, .* does not start again: out of memory"
+        wanted = "2"
+        if by == "rollback":
+            world.promote("2")
+            world.traffic(20)
+            causes = "nothing serves: out of memory; and version 2, .* does not start again: it is broken"
+        elif by == "trial":
+            cast(Any, world.supervisor)._economy.look = lambda *now, **how: Advice("drafting", "they pay again")
+            causes, wanted = "nothing serves: out of memory; and version 1, .* out of memory", "1"
+        world.fleet.plans = {"1": Plan(fault="out of memory"), "2": Plan(fault="it is broken")}
+        with pytest.raises(EngineError, match=causes):
+            world.promote(wanted)
+
+
 def test_without_an_engine_clients_are_told_when_to_come_again(tmp_path: Path) -> None:
     with serving(tmp_path) as world:
         world.fleet.vacate()
@@ -446,6 +503,41 @@ def test_what_was_counted_is_left_for_the_watch_over_drift(tmp_path: Path) -> No
         world.supervisor.look()
         [window] = read_windows(tmp_path, "chat")
         assert (window.version, window.drafts, window.accepted) == ("1", 200, 200)
+
+
+def test_what_cannot_be_told_or_noted_ends_no_serving_and_is_noted_later(tmp_path: Path) -> None:
+    """A full disk, and `draftsmith serve | tee` whose tee has ended."""
+    with serving(tmp_path) as world:
+        cast(Any, world.supervisor)._sink = raising(BrokenPipeError("no reader"))
+        blocked = tmp_path / "served"
+        blocked.write_text("where the statistics' directory would be")
+        world.supervisor.look()
+        for _ in range(2):
+            world.traffic(20)
+            time.sleep(0.02)
+            world.supervisor.look()
+            if blocked.is_file():
+                blocked.unlink()
+        [window] = read_windows(tmp_path, "chat")
+        assert (window.version, window.drafts) == ("1", 400)
+        world.promote("2")
+        assert world.ask() == "2"
+
+
+@pytest.mark.parametrize(("drain_timeout_s", "left"), [(30, ["1", "2"]), (0.001, ["2"])])
+def test_a_proxy_that_is_slow_to_answer_ends_no_serving(
+    tmp_path: Path, drain_timeout_s: float, left: list[str]
+) -> None:
+    with serving(tmp_path, drain_timeout_s=drain_timeout_s) as world:
+        world.promote("2")
+        world.fleet.retire_standby()
+        proxy = cast(Any, world.fleet)._proxy
+        proxy.command = raising(EngineError("HAProxy has not answered"))
+        world.supervisor.look()
+        assert world.fleet.running() == left
+        del proxy.command
+        world.supervisor.look()
+        assert world.ask() == "2" and world.fleet.running() == ["2"]
 
 
 def test_a_proxy_that_ends_is_started_again(tmp_path: Path) -> None:
@@ -487,6 +579,49 @@ def test_whoever_stops_it_requests_in_flight_end_first_or_were_cut_by_them(tmp_p
             else:
                 assert received + b"".join(pieces) == b"1" * 20
         assert process.wait(30) == 130, log.read_text()
+
+
+@pytest.mark.parametrize("engines", ["beside", "in-place"])
+@pytest.mark.parametrize("during", ["a start", "a call to MLflow"])
+def test_a_signal_ends_serving_whatever_is_under_way(tmp_path: Path, engines: str, during: str) -> None:
+    """No failure of the roll: nothing is refused, and no engine is started for what was ended."""
+    fleet, registry = counting_fleet(tmp_path, engines=engines, poll_s=0.01), Registry(tmp_path)
+    start, admit, told = fleet.start, registry.admit, list[ServeEvent]()
+    again = threading.Timer(20, os.kill, (os.getpid(), signal.SIGTERM))  # for whom the first was not enough
+
+    def stopped(version: str) -> None:
+        if version == "2":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        registry.champion = "2"
+
+    def start_and_stop(version: ServedVersion, *, speculate: bool = True) -> Replica:
+        stopped(version.version if during == "a start" else "1")
+        return start(version, speculate=speculate)
+
+    def admit_and_stop(version: str) -> ServedVersion:
+        try:
+            stopped(version if during == "a call to MLflow" else "1")
+        except Exception as error:  # as MLflow does
+            raise RegistryError("the request failed") from error
+        return admit(version)
+
+    fleet.start, registry.admit = start_and_stop, admit_and_stop  # type: ignore[method-assign]
+    again.start()
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        Supervisor("chat", registry, fleet.config, fleet, tmp_path, told.append).run()
+    again.cancel()
+    assert [event.event for event in told if event.event != "rolling"] == ["starting", "ready", "stopping", "stopped"]
+    assert [engine.version for engine in fleet.engines] == ["1"] and fleet.running() == []
+
+
+def raising(error: Exception) -> Any:
+    """A function that fails, whatever it is given."""
+
+    def fail(*given: object) -> NoReturn:
+        raise error
+
+    return fail
 
 
 @contextmanager

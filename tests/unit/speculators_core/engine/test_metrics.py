@@ -36,6 +36,10 @@ def test_engines_are_summed() -> None:
     assert read_spec_decode(RECORDED + second) == SpecDecodeCounters(240, 720, 192, (120, 54, 18))
 
 
+def test_lines_that_are_no_samples_are_skipped() -> None:
+    assert read_spec_decode("<html>\nnot found\nvllm:spec_decode_num_drafts_total none\n" + RECORDED).drafts == 120
+
+
 def test_no_speculation_is_all_zero_and_has_no_length() -> None:
     counters = read_spec_decode('vllm:generation_tokens_total{engine="0"} 216.0\n')
     assert counters == SpecDecodeCounters()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
+from speculators_core.engine.client import EngineClient
 from speculators_core.serving.config import ProbeConfig
-from speculators_core.serving.probe import PROMPTS, ProbeResult, refusal
+from speculators_core.serving.probe import PROMPTS, ProbeResult, probe, refusal
+from tests.unit.speculators_core.engine.test_client import Wire
 
 CONFIG = ProbeConfig()
 
@@ -36,6 +40,17 @@ def test_what_it_must_not_show(result: dict[str, float | None], words: str) -> N
 def test_the_verifier_alone_drafts_nothing_and_may() -> None:
     assert refused(al=None, speculates=False) == ""
     assert "not lossless" in refused(gap=2.0, al=None, speculates=False)
+
+
+def test_an_engine_that_answers_with_nothing_may_not() -> None:
+    nothing = {"token_ids": [], "message": {"content": ""}, "prompt_logprobs": [None, {}]}
+    with closing(Wire()) as wire, EngineClient(wire.url) as client:
+        wire.reply = lambda number, path, body: (200, {"prompt_token_ids": [1, 2], "choices": [nothing]})
+        found = probe(client, CONFIG)
+    assert found == ProbeResult(tokens=0, worst_gap=0, al=None)
+    for speculates in (True, False):
+        told = refusal(found, CONFIG, speculates=speculates, registered_al=None)
+        assert told == "it answers every prompt of the probe with nothing"
 
 
 def test_there_are_as_many_prompts_as_the_config_allows() -> None:
