@@ -23,7 +23,7 @@ from speculators_core.lifecycle.drift import (
     window_between,
     windows_path,
 )
-from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, RUNTIME_TAG, cell_of
+from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, RUNTIME_TAG, cell_of, number_of
 from speculators_core.store import write_atomic
 from tasks.adapters.redaction import redact
 from tasks.events import TrafficDrifted
@@ -73,8 +73,7 @@ def registered(situation: Situation, version: str) -> Registered | None:
     if cell.al is None:
         return None
     first = (tags.get(FINGERPRINT_TAG), tags.get(RUNTIME_TAG)) == cell.pair.key
-    low = tags.get("al.low") if first else None
-    return Registered(al=cell.al, al_low=None if low is None else float(low))
+    return Registered(al=cell.al, al_low=number_of(tags.get("al.low")) if first else None)
 
 
 def take_reading(situation: Situation, version: str, address: str, now: float) -> None:

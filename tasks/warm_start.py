@@ -67,8 +67,9 @@ def registered_start(recipe: Recipe, model: str, alias: str) -> WarmStart | None
 
 
 def began_from(tags: Mapping[str, str]) -> tuple[WarmStart | None, ...]:
-    """What a version's own training began from, as `WarmStart.before` has it; empty where it is not recorded."""
-    if BEGAN_TAG not in tags:
+    """What a version's own training began from, as `WarmStart.before` has it; empty where that cannot be read."""
+    try:
+        began = json.loads(tags.get(BEGAN_TAG, ""))
+        return (None if began is None else WarmStart(path=None, **began),)
+    except (ValueError, TypeError):  # not recorded, or edited by hand
         return ()
-    began = json.loads(tags[BEGAN_TAG])
-    return (None if began is None else WarmStart(path=None, **began),)

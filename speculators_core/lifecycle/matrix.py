@@ -7,6 +7,7 @@ a version was measured on has a cell of its own: its registered pair, and others
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -75,8 +76,7 @@ def cells(tags: Mapping[str, str]) -> tuple[Cell, ...]:
             verifier=tags.get("verifier.name"),
             vllm=tags.get("vllm.version"),
         )
-        al = tags.get("al")
-        found[pair.key] = Cell(pair=pair, outcome=tags.get(GATE_TAG), al=float(al) if al else None)
+        found[pair.key] = Cell(pair=pair, outcome=tags.get(GATE_TAG), al=number_of(tags.get("al")))
     for name in sorted(tags):
         if not name.startswith(CELL_PREFIX):
             continue
@@ -87,6 +87,15 @@ def cells(tags: Mapping[str, str]) -> tuple[Cell, ...]:
         if cell.tag == name:  # a tag that was copied to another name speaks of nothing
             found[cell.pair.key] = cell
     return tuple(found.values())
+
+
+def number_of(tag: str | None) -> float | None:
+    """A tag's number; None where there is no tag, or where it holds no finite number: anybody may edit tags."""
+    try:
+        number = float(tag or "")
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def cell_of(tags: Mapping[str, str], *, verifier_fingerprint: str, runtime_key: str) -> Cell:

@@ -16,6 +16,7 @@ from speculators_core.evaluation.served import draft_digest
 from speculators_core.run import Run
 from tasks.adapters.settings import read_settings
 from tasks.adapters.tracking import Tracking
+from tasks.warm_start import BEGAN_TAG, began_from
 from tests.environment import ROOT, child_environment
 from tests.integration.test_mlflow_registry import Draft
 from tests.unit.speculators_core.algorithms.tiny import write_verifier
@@ -89,3 +90,9 @@ def test_names_become_digests(recipe: Path, tmp_path: Path) -> None:
 
     tracking.client.set_registered_model_alias(MODEL, "champion", later.version)
     assert starts(home, recipe, "champion")[0]["digest"] == second.ref.digest, "an alias is looked up each time"
+
+
+def test_what_a_tag_says_of_an_earlier_beginning_counts_only_where_it_can_be_read() -> None:
+    assert began_from({BEGAN_TAG: "null"}) == (None,)
+    for text in ("", "{", "[1]", '{"digest": 1}'):
+        assert began_from({BEGAN_TAG: text}) == () == began_from({})

@@ -11,6 +11,7 @@ from speculators_core.lifecycle.matrix import (
     build_matrix,
     cell_of,
     cells,
+    number_of,
 )
 from speculators_core.lifecycle.promotion import may_serve
 
@@ -38,6 +39,13 @@ def may(tags: dict[str, str], pair: Pair) -> bool:
 def test_a_registered_version_has_the_cell_of_its_pair():
     assert cells(TAGS) == (Cell(pair=OLD, outcome="pass", al=1.632),)
     assert cells({}) == ()
+
+
+def test_an_acceptance_length_that_is_no_number_is_none_and_the_cell_stands():
+    for text in ("n/a", "1,63", "", "nan", "inf"):
+        assert cells(TAGS | {"al": text}) == (Cell(pair=OLD, outcome="pass"),)
+        assert may(TAGS | {"al": text}, OLD)
+    assert number_of(None) is None and number_of("1.63") == 1.63
 
 
 def test_only_a_proven_cell_may_serve_and_each_pair_has_its_own():
