@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from speculators_core.errors import VerifierError
-from speculators_core.store.files import storage_errors
+from speculators_core.store.files import file_lock, storage_errors
 from speculators_core.verifier.hashes import HashCache
 
 _BLOCK = 8 << 20
@@ -78,15 +78,16 @@ class UrlFiles:
         assert self._home is not None, "nowhere to keep a copy"
         name = hashlib.sha256(f"{self._url} {sorted(self._listing.items())}".encode()).hexdigest()[:32]
         target = self._home / "verifiers" / name
-        for file in sorted(self._listing):
-            path = target / file
-            if path.exists() or (is_large(file) and not weights):
-                continue
-            with storage_errors(path, "fetching the verifier"), self._answers(file):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                partial = path.with_name(f"{path.name}.part")
-                self._fs.get_file(f"{self._root}/{file}", str(partial))
-                partial.replace(path)
+        with file_lock(self._home / "locks" / f"verifier-{name}.lock", f"the copy of {self._url}"):
+            for file in sorted(self._listing):
+                path = target / file
+                if path.exists() or (is_large(file) and not weights):
+                    continue
+                with storage_errors(path, "fetching the verifier"), self._answers(file):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    partial = path.with_name(f"{path.name}.part")
+                    self._fs.get_file(f"{self._root}/{file}", str(partial))
+                    partial.replace(path)
         return target
 
     def _sha256(self, name: str) -> str:
@@ -108,7 +109,7 @@ class UrlFiles:
                 found: dict[str, dict[str, Any]] = self._fs.find(self._root, detail=True)
             except FileNotFoundError:
                 found = {}
-        return {
+        listing = {
             path.lstrip("/").removeprefix(self._root.lstrip("/")).lstrip("/"): _identity(info)
             for path, info in found.items()
         }

@@ -10,6 +10,7 @@ Aliases are in aliases.py.
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import tempfile
@@ -193,10 +194,12 @@ class DraftRegistry:
             for entry in manifest.files:
                 (draft / entry.path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(fetched / entry.path, draft / entry.path)
-            if target.is_dir():
-                verify_files(target, manifest, where=str(target))
-            else:
+            try:
                 draft.replace(target)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                verify_files(target, manifest, where=str(target))  # fetched before, or by a faster process meanwhile
         return target
 
     def whole(self, deployment: str, version: str) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -96,6 +99,25 @@ def test_a_url_agrees_with_a_local_copy(verifier: Path, tmp_path: Path) -> None:
     copy = open_verifier("memory://bucket/model", home=tmp_path / "home").local(weights=True)
     assert fingerprint(copy, home=None) == found.fingerprint
     assert json.loads((tmp_path / "home" / "hash-cache.json").read_text()), "objects are remembered too"
+
+
+def test_of_two_that_fetch_a_verifier_at_once_each_has_it_whole(
+    verifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = fsspec.filesystem("memory")
+    for name, content in contents(verifier).items():
+        files.pipe_file(f"/bucket/shared/{name}", content)
+    fetch = type(files).get_file
+
+    def fetch_slowly(*given: Any) -> None:
+        fetch(*given)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(type(files), "get_file", fetch_slowly)
+    both = [open_verifier("memory://bucket/shared", home=tmp_path / "home") for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda one: one.local(weights=True), both)
+    assert first == second and contents(first) == contents(verifier)
 
 
 class Rewritten(LocalFiles):
