@@ -18,6 +18,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 from functools import cache
 from pathlib import Path
+from urllib.parse import unquote
 
 from pydantic import Field
 
@@ -67,9 +68,20 @@ class Settings(StrictModel):
 
     @property
     def sqlite_file(self) -> Path | None:
-        """The SQLite file behind `tracking_uri`, or None when MLflow is elsewhere."""
-        scheme, separator, path = self.tracking_uri.partition(":///")
-        return Path(path) if separator and scheme.startswith("sqlite") else None
+        """The SQLite file behind `tracking_uri`, or None when MLflow is elsewhere, or in memory.
+
+        Read as SQLAlchemy reads it: what follows `?` are options, and a relative path begins in the working directory.
+        """
+        scheme, _, rest = self.tracking_uri.partition(":///")
+        path = unquote(rest.partition("?")[0]).removeprefix("file:")
+        known = scheme.partition("+")[0] == "sqlite" and path not in ("", ":memory:")
+        return Path(path).absolute() if known else None
+
+    @property
+    def self_contained(self) -> bool:
+        """Whether registry and store both lie in the state root: then nothing was registered anywhere else."""
+        own_registry = self.sqlite_file == self.home / "mlflow.db"
+        return own_registry and Path(self.store).resolve().is_relative_to(self.home.resolve())
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:

@@ -42,6 +42,42 @@ def test_what_the_user_set_stays(tmp_path: Path) -> None:
     assert environ["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false", "what is unset is filled in"
 
 
+@pytest.mark.parametrize(
+    ("uri", "file"),
+    [
+        ("sqlite:////data/mlflow.db", "/data/mlflow.db"),
+        ("sqlite:////data/mlflow.db?timeout=30", "/data/mlflow.db"),
+        ("sqlite+pysqlite:////data/my%20flow.db", "/data/my flow.db"),
+        ("sqlite:///file:/data/mlflow.db?mode=rwc&uri=true", "/data/mlflow.db"),
+        ("sqlite:///mlflow.db", "{cwd}/mlflow.db"),
+        ("sqlite:///:memory:", None),
+        ("sqlite://", None),
+        ("postgresql:///mlflow", None),
+    ],
+)
+def test_the_registrys_file_is_the_one_that_mlflow_opens(
+    uri: str, file: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = read_settings({"MLFLOW_TRACKING_URI": uri}).sqlite_file
+    assert found == (None if file is None else Path(file.format(cwd=tmp_path)))
+
+
+def test_a_state_root_with_all_of_its_own_is_self_contained(tmp_path: Path) -> None:
+    home = {"DRAFTSMITH_HOME": str(tmp_path / "home")}
+    assert read_settings(home).self_contained
+    for elsewhere in (
+        {"DRAFTSMITH_STORE": "s3://bucket/store"},
+        {"DRAFTSMITH_STORE": str(tmp_path / "store")},
+        {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"},
+        {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"},
+    ):
+        assert not read_settings(home | elsewhere).self_contained
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "store").symlink_to(tmp_path)
+    assert not read_settings(home).self_contained
+
+
 def test_applying_twice_follows_a_changed_home(tmp_path: Path) -> None:
     environ = {"DRAFTSMITH_HOME": str(tmp_path / "a")}
     apply_environment(environ)
