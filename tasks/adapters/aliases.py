@@ -11,12 +11,11 @@ import logging
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from speculators_core.errors import RegistryError
 from tasks.adapters.redaction import redact
-from tasks.adapters.tracking import Tracking, mlflow_errors
+from tasks.adapters.tracking import Tracking, every, mlflow_errors
 
 log = logging.getLogger(__name__)
 
@@ -81,17 +80,14 @@ class MlflowAliases:
 
     def described(self, model: str) -> dict[str, tuple[float, dict[str, str]]]:
         """Version number → (seconds since 1970 at which it was made, tags), oldest first; empty for no such model."""
-        found: list[ModelVersion] = []
-        token: str | None = None
+        query = f"name = '{model}'"
         with mlflow_errors(f"list the versions of {model}", self._uri):
-            while token != "":
-                page = self._client.search_model_versions(f"name = '{model}'", page_token=token)
-                found += page
-                token = page.token or ""
+            found = every(lambda token: self._client.search_model_versions(query, page_token=token))
         found.sort(key=lambda version: int(version.version))
         return {str(v.version): (float(v.creation_timestamp or 0) / 1000, dict(v.tags)) for v in found}
 
     def models(self) -> list[str]:
         """Names of the registered models."""
         with mlflow_errors("list the models", self._uri):
-            return sorted(model.name for model in self._client.search_registered_models())
+            found = every(lambda token: self._client.search_registered_models(page_token=token))
+        return sorted(model.name for model in found)

@@ -16,17 +16,18 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlflow
 import psutil
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.store.entities import PagedList
 
 from speculators_core.errors import DraftsmithError, RegistryError
 from speculators_core.types import StrictModel
@@ -35,6 +36,8 @@ from tasks.adapters.redaction import redact, scrub, scrubbed_file
 from tasks.adapters.settings import Settings
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RECIPE_TAG = "draftsmith.recipe_digest"
 STAGE_TAG = "draftsmith.stage"
@@ -71,6 +74,16 @@ def flat_params(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def metric_name(name: str) -> str:
     """The name with what MLflow refuses replaced by underscores."""
     return re.sub(r"[^\w\-./: ]", "_", name)[:250]
+
+
+def every(fetch: Callable[[str | None], PagedList[T]]) -> list[T]:
+    """All of what MLflow lists in pages; `fetch` gets a page by its token, the first by None."""
+    page = fetch(None)
+    found = list(page)
+    while page.token:
+        page = fetch(page.token)
+        found += page
+    return found
 
 
 @contextmanager
@@ -246,11 +259,7 @@ class Tracking:
         """
         with file_lock(self.settings.locks, f"parent-{recipe_digest}"), mlflow_errors("open the run", self.uri):
             query = f"tags.`{RECIPE_TAG}` = '{recipe_digest}'"
-            found = [
-                run
-                for run in self.client.search_runs([self.experiment_id], query, order_by=["attributes.start_time ASC"])
-                if PARENT_TAG not in run.data.tags
-            ]
+            found = [run for run in self._runs(query) if PARENT_TAG not in run.data.tags]
             if found:
                 run_id = str(found[0].info.run_id)
                 self.client.update_run(run_id, status="RUNNING")
@@ -305,8 +314,15 @@ class Tracking:
         except RegistryError as second:
             log.warning("the failed stage's run could not be closed: %s", second.what)
 
-    def _children(self, parent: str) -> Sequence[Any]:
-        return list(self.client.search_runs([self.experiment_id], f"tags.`{PARENT_TAG}` = '{parent}'"))
+    def _children(self, parent: str) -> Sequence[Run]:
+        return self._runs(f"tags.`{PARENT_TAG}` = '{parent}'")
+
+    def _runs(self, query: str) -> list[Run]:
+        """Runs of the experiment, the oldest first."""
+        order = ["attributes.start_time ASC"]
+        return every(
+            lambda token: self.client.search_runs([self.experiment_id], query, order_by=order, page_token=token)
+        )
 
     def _close_dead_children(self, parent: str) -> None:
         for child in self._children(parent):
