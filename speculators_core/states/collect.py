@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from torch import Tensor
 
 from speculators_core.errors import CaptureError, DataError
-from speculators_core.states.sets import INDEX_NAME, SetIndex, ShardEntry
+from speculators_core.states.sets import INDEX_NAME, SetIndex, ShardEntry, hash_row
 from speculators_core.states.shards import RowContent, ShardBuffer, StatesFacts, verify_shard
 from speculators_core.store import write_atomic
 from speculators_core.types import StrictModel
@@ -275,10 +275,7 @@ def _scan(rows: Rows) -> tuple[tuple[int, ...], tuple[int, ...], str]:
         ids = ids_of(row)
         if ids.shape[0] == 0:
             raise DataError(f"row {row.index} is empty", mend="prepare the data again: every row needs tokens")
-        mask = torch.as_tensor(row.loss_mask).to(torch.uint8)
-        digest.update(f"{row.index} {row.split} {ids.shape[0]}\n".encode())
-        digest.update(ids.contiguous().numpy().data)
-        digest.update(mask.contiguous().numpy().data)
+        hash_row(digest, row.index, row.split, ids, torch.as_tensor(row.loss_mask))
         indices.append(row.index)
         lengths.append(ids.shape[0])
     if not indices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -43,6 +44,13 @@ class SetIndex(StrictModel):
         """Write it atomically. StoreError when the disk is full."""
         text = self.model_dump_json(indent=1) + "\n"
         write_atomic(directory / INDEX_NAME, lambda partial: partial.write_text(text))
+
+
+def hash_row(digest: hashlib._Hash, index: int, split: str, input_ids: Tensor, loss_mask: Tensor) -> None:
+    """Add everything that a shard takes over from a row (ids int64 [T], mask [T]) to what becomes `rows_digest`."""
+    digest.update(f"{index} {split} {input_ids.shape[0]}\n".encode())
+    digest.update(input_ids.contiguous().numpy().data)
+    digest.update(loss_mask.to(torch.uint8).contiguous().numpy().data)
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,11 @@ class StateSet:
     def directory(self) -> Path:
         """Where it lies."""
         return self._directory
+
+    @property
+    def index(self) -> SetIndex:
+        """What `states.json` says."""
+        return self._index
 
     @property
     def shards(self) -> tuple[ShardEntry, ...]:
@@ -197,9 +210,17 @@ class StateSet:
         return (self.row(position) for position in range(self.num_rows))
 
     def verify(self) -> None:
-        """Read every byte and check it. CaptureError names the damaged shard."""
+        """Read every byte and check it, and that these are the index's rows. CaptureError names the damaged shard."""
         for entry in self._index.shards:
             verify_shard(self._directory / entry.file, self.facts)
+        digest = hashlib.sha256()
+        for row in self.rows():
+            hash_row(digest, row.index, row.split, row.input_ids, row.loss_mask)
+        if digest.hexdigest() != self._index.rows_digest:
+            raise CaptureError(
+                f"{self._directory} holds other rows than its {INDEX_NAME} says: whole shards of several sets",
+                mend="delete it, and copy or capture the set again",
+            )
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickled as its directory."""

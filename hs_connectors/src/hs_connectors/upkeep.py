@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hs_connectors.contract import Backend, Entry, Record
+from hs_connectors.contract import Backend, Entry, Payload, Record
 from hs_connectors.errors import CaptureFailed, ConnectorError, RecordError, RecordTimeout
 from hs_connectors.record import unpack
 
@@ -60,7 +60,7 @@ def collect(backend: Backend, older_than_s: float, *, apply: bool) -> list[Entry
 def copy(source: Backend, target: Backend) -> Iterator[Copied]:
     """Copy all records, verified, and the announcement; yields the sums so far after each. Error markers stay.
 
-    Records that lie in the target with the same size are not copied again: a copy that was cut off goes on.
+    Records whose very bytes lie in the target are not written again: a copy that was cut off goes on.
 
     Raises ConnectorError at the first record that is damaged, or where a store refuses.
     """
@@ -73,16 +73,24 @@ def copy(source: Backend, target: Backend) -> Iterator[Copied]:
     for entry in source.entries():
         if entry.kind == "error":
             continue
-        if there.get(entry.key) == entry.num_bytes:
+        try:
+            payload = source.fetch(entry.key, 0)
+            unpack(payload)
+        except RecordTimeout:
+            continue  # deleted meanwhile
+        except RecordError as error:
+            raise ConnectorError(f"record {entry.key}: {error.what}", mend="delete it, and copy again") from error
+        if there.get(entry.key) == entry.num_bytes and _holds(target, entry.key, payload):
             skipped += 1
         else:
-            try:
-                payload = source.fetch(entry.key, 0)
-                unpack(payload)
-            except RecordTimeout:
-                continue  # deleted meanwhile
-            except RecordError as error:
-                raise ConnectorError(f"record {entry.key}: {error.what}", mend="delete it, and copy again") from error
             target.publish(entry.key, payload)
             records, num_bytes = records + 1, num_bytes + len(payload)
         yield Copied(records, num_bytes, skipped)
+
+
+def _holds(backend: Backend, key: str, payload: Payload) -> bool:
+    """Whether this payload lies there."""
+    try:
+        return bytearray(backend.fetch(key, 0)) == payload  # a bytearray compares whole, a view byte by byte
+    except (RecordTimeout, CaptureFailed):
+        return False

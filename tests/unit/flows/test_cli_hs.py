@@ -132,6 +132,12 @@ def test_copy_takes_records_to_another_store_and_goes_on(store: Path, tmp_path: 
     (target / "row-2.safetensors").unlink()
     again, _ = run("copy", store, target)
     assert (again["records"], again["there"]) == (1, 2)
+    (target / "row-0.safetensors").write_bytes((store / "row-0.safetensors").read_bytes()[::-1])
+    open_writer("file", {"root": str(target)}).put("row-1", make_record(11, seed=9))
+    again, _ = run("copy", store, target)
+    assert (again["records"], again["there"]) == (2, 1), "of equal size, and of other bytes"
+    assert_same(reader.get(Handle("file", "row-0"), 0), make_record(10, seed=0))
+    assert_same(reader.get(Handle("file", "row-1"), 0), make_record(11, seed=1))
     (store / "row-1.safetensors").write_bytes(b"not a record at all")
     with pytest.raises(DraftsmithError, match=r"row-1[\s\S]*mend: delete it"):
         run("copy", store, target)
