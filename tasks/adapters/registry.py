@@ -34,7 +34,7 @@ from speculators_core.store.manifest import MANIFEST_NAME, Manifest, sha256_file
 from speculators_core.types import StrictModel
 from tasks.adapters.locks import file_lock
 from tasks.adapters.redaction import redact
-from tasks.adapters.tracking import Tracking, mlflow_errors, stage_files
+from tasks.adapters.tracking import Tracking, every, mlflow_errors, stage_files
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class DraftRegistry:
         query = f"name = '{deployment}' and tag.`{DRAFT_TAG}` = '{facts.draft_digest}'"
         same = [
             version
-            for version in self._client.search_model_versions(query)
+            for version in every(lambda token: self._client.search_model_versions(query, page_token=token))
             if version.tags.get(FINGERPRINT_TAG) == facts.verifier_fingerprint
             and version.tags.get(RUNTIME_TAG) == facts.runtime_key
         ]
@@ -264,8 +264,9 @@ class DraftRegistry:
 
     def _whole_model(self, expected: Manifest, digest: str) -> LoggedModel | None:
         """A finished, whole upload of this draft: what an earlier attempt or another deployment left."""
-        candidates = self._client.search_logged_models(
-            [self._tracking.experiment_id], filter_string=f"tags.`{DRAFT_TAG}` = '{digest}'"
+        experiments, query = [self._tracking.experiment_id], f"tags.`{DRAFT_TAG}` = '{digest}'"
+        candidates = every(
+            lambda token: self._client.search_logged_models(experiments, filter_string=query, page_token=token)
         )
         for model in candidates:
             if model.status == LoggedModelStatus.PENDING and self._tracking.settings.sqlite_file is not None:
