@@ -25,6 +25,7 @@ from speculators_core.lifecycle.promotion import rollback as move_back
 from speculators_core.types import StrictModel
 from speculators_core.verifier.fingerprint import describe_location
 from tasks.adapters.aliases import MlflowAliases
+from tasks.adapters.fetched import use_fetched
 from tasks.adapters.registry import DRAFT_TAG, DraftRegistry
 from tasks.adapters.settings import Settings, settings
 from tasks.events import DraftPromoted, DraftRolledBack
@@ -278,7 +279,7 @@ def check_pair(tags: Mapping[str, str], model: str, version: str, *, verifier: s
 
 
 def fetch_draft(settings: Settings, tags: Mapping[str, str], model: str, version: str) -> tuple[Path, str]:
-    """A version's draft under the state root, verified file by file, and its digest.
+    """A version's draft under the state root, verified file by file, and its digest; in use until this process ends.
 
     Raises:
         RegistryError: it was not registered by draftsmith, its files were changed, or MLflow is away.
@@ -286,7 +287,7 @@ def fetch_draft(settings: Settings, tags: Mapping[str, str], model: str, version
     digest = tags.get(DRAFT_TAG)
     if digest is None:
         raise RegistryError(f"{model} version {version} was not registered by draftsmith: it has no digest")
-    return DraftRegistry(tracking()).download(model, version, settings.home / "drafts" / digest), digest
+    return DraftRegistry(tracking()).download(model, version, use_fetched(settings, digest)), digest
 
 
 def announce_move(moved: Promotion, why: str, *, back: bool = False) -> None:
