@@ -29,7 +29,7 @@ class Entry(StrictModel):
     """One attempt at one stage, finished or not."""
 
     stage: str
-    key: str = Field(description="input digest of what it makes")
+    key: str = Field(description="input digest of what it makes, and which part of it")
     took: Amount
 
 
@@ -45,14 +45,15 @@ class Ledger:
         """Whether there is a budget at all."""
         return self._budget != BudgetConfig()
 
-    def entries(self) -> Iterator[Entry]:
-        """Every attempt."""
+    def entries(self, but: Path | None = None) -> Iterator[Entry]:
+        """Every attempt, but the one of this file."""
         for path in sorted(self._folder.glob("*.json")):
-            yield Entry.model_validate_json(path.read_bytes())
+            if path != but:
+                yield Entry.model_validate_json(path.read_bytes())
 
-    def spent(self) -> Amount:
-        """All attempts together."""
-        return sum((entry.took for entry in self.entries()), Amount())
+    def spent(self, but: Path | None = None) -> Amount:
+        """All attempts together, but the one of this file."""
+        return sum((entry.took for entry in self.entries(but)), Amount())
 
     def priced(self, stage: str, amount: Amount) -> Amount:
         """The amount at the price of the stage's hours."""
@@ -65,13 +66,14 @@ class Ledger:
         """Count what the block takes; it calls what is handed to it with the artifact's metadata when it is done.
 
         Args:
+            key: of what is made; that of a part, which may be made beside others, begins with the whole's.
             expected: what the whole stage is expected to take, from rates of earlier runs; asked only where there is a
                 budget. What earlier attempts at it took is taken off.
 
         Raises:
             BudgetError: it would take more than is left, or (from `check`) has.
         """
-        earlier = sum((entry.took for entry in self.entries() if entry.key == key), Amount())
+        earlier = sum((entry.took for entry in self.entries() if entry.key.startswith(key)), Amount())
         wanted = self.priced(stage, expected()).less(earlier) if self.limited else Amount()
         spent = self.spent() if self.limited else Amount()
         if over := excess(self._budget, spent + wanted):
@@ -106,6 +108,8 @@ class Ledger:
             )
         if time.monotonic() - attempt.noted > _NOTE_EVERY_S:
             self._note(attempt)
+            if self.limited:
+                attempt.spent = self.spent(but=attempt.path)  # others may work beside it
 
     def _note(self, attempt: _Attempt) -> None:
         entry = Entry(stage=attempt.stage, key=attempt.key, took=self.priced(attempt.stage, attempt.took()))

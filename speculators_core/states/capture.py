@@ -36,6 +36,8 @@ from speculators_core.types import ProgressCallback, StrictModel
 from speculators_core.verifier.facts import VerifierFacts, read_facts
 
 RECORDS_NAME = ".records"
+SHARE_NAME = ".share-{}"
+"""Where the engine of a part works, below the workspace of the whole."""
 _CPU_STEP = 1024
 """Tokens in an engine step on a CPU: the activations of more fall out of its caches."""
 _IN_FLIGHT = 4
@@ -363,7 +365,9 @@ def conclude(collector: Collector, gate: ParityGate | None, workspace: Path, tal
     # Only what is the same however often the capture was cut off: equal states give an equal set.
     lasting = report.model_dump(mode="json", include={"parity"})
     collector.finish(lasting)
-    shutil.rmtree(workspace / RECORDS_NAME, ignore_errors=True)
+    for leftover in (RECORDS_NAME, SHARE_NAME.format("*")):
+        for path in workspace.glob(leftover):
+            shutil.rmtree(path, ignore_errors=True)
     return report
 
 

@@ -15,6 +15,7 @@ from speculators_core.states.config import CaptureConfig
 from speculators_core.states.keeper import Station
 from speculators_core.states.parity import ParityGate
 from speculators_core.states.source import Tally, request_states
+from speculators_core.types import ProgressCallback
 from speculators_core.verifier.facts import read_facts
 
 _BY_NEXT_TOKENS = {"parity_memory_gib": 1e-9}
@@ -31,11 +32,13 @@ def capture_share(
     home: Path,
     check: Callable[[Engine], None],
     look: Callable[[], None],
+    progress: ProgressCallback,
 ) -> Tally:
     """Capture what the collector's share still misses, by one engine.
 
     Args:
-        look: called again and again, also while the engine starts; what it raises ends the capture.
+        look: called again and again while the engine starts; what it raises ends the capture.
+        progress: called at every row, likewise.
 
     Raises:
         CaptureError: a gate failed, or the engine died; finished shards are kept.
@@ -51,4 +54,4 @@ def capture_share(
     with serve(station.runtime, station.spec, home=home, while_starting=look) as engine:
         check(engine)
         reader = station.store.reader()
-        return request_states(rows, collector, gate, engine, config, reader, lambda done, total: look())
+        return request_states(rows, collector, gate, engine, config, reader, progress)

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 PARTIAL_SUFFIX = ".part"
 """What ends so is unfinished: left by a killed writer, never published."""
 
+_LOOK_S = 0.2
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "File too large", "os error 28", "os error 27")
 
@@ -187,24 +188,43 @@ class VerifiedCache:
 
 
 @contextlib.contextmanager
-def file_lock(path: Path, waiting_for: str) -> Iterator[None]:
-    """Exclusive flock that dies with its holder (also on kill -9). Not reentrant. The lock file stays.
+def file_lock(
+    path: Path, waiting_for: str, *, shared: bool = False, look: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Flock that dies with its holder (also on kill -9). Not reentrant. The lock file stays.
 
     Side effect: blocks until the holder is done, and says so in the log once.
+
+    Args:
+        shared: beside others that share it, and apart from whoever does not.
+        look: called now and then while it waits; what it raises ends the wait.
     """
+    mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _taken(descriptor, mode):
             logger.info("waiting for another process: %s", waiting_for)
             started = time.monotonic()
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if look is None:
+                fcntl.flock(descriptor, mode)
+            else:
+                while not _taken(descriptor, mode):
+                    look()
+                    time.sleep(_LOOK_S)
             logger.info("the other process is done after %.0f s: %s", time.monotonic() - started, waiting_for)
         yield
     finally:
         os.close(descriptor)
+
+
+def _taken(descriptor: int, mode: int) -> bool:
+    """Take the lock if nobody holds it."""
+    try:
+        fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def discard(path: Path, trash: Path) -> None:

@@ -14,7 +14,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -186,13 +186,20 @@ class Store:
                 self._publish_local(workspace, name, manifest)
             return self._ref(manifest)
 
-    def single_flight(self, kind: str, input_digest: str) -> contextlib.AbstractContextManager[None]:
+    def single_flight(
+        self, kind: str, input_digest: str, *, shared: bool = False, look: Callable[[], None] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         """Only one process (or thread) of this machine computes an artifact at a time; the others wait.
 
         The lock is an flock: it dies with its holder. Look with `find` again once inside. Not reentrant.
+
+        Args:
+            shared: for who makes a part of it: beside the makers of other parts, and apart from who makes the whole.
+            look: called now and then while it waits; what it raises ends the wait.
         """
         name = _name(kind, input_digest)
-        return file_lock(self._lock(name, "flight"), f"{kind} {input_digest[:12]} is being computed")
+        told = f"{kind} {input_digest[:12]} is being computed"
+        return file_lock(self._lock(name, "flight"), told, shared=shared, look=look)
 
     def artifacts(self, kind: str | None = None, *, whole: bool = False) -> Iterator[ArtifactRef]:
         """All artifacts that have a readable manifest, by name; not verified.

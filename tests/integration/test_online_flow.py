@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from speculators_core.config import Recipe
 from speculators_core.data.rows import RowRecord, RowWriter
 from speculators_core.engine.runtime import RuntimeInfo
 from speculators_core.run import Run
+from speculators_core.stages.states import capture_digest
 from speculators_core.states.sets import StateSet
 from speculators_core.types import ArtifactRef
 from tests.environment import ROOT, child_environment
@@ -53,7 +55,8 @@ def run_of(verifier: Path, states: Path, tmp_path: Path) -> Callable[..., Run]:
             "verifier": {"path": str(served)},
             "runtime": {"python": str(python)},
             "data": {"sources": ["nowhere.jsonl"]},
-            "capture": {"concurrency": 2, "kv_cache_gib": 0.1, "shard_tokens": 128},  # several, so that engines share
+            # several shards, so that engines share; what is recorded holds no next tokens to compare
+            "capture": {"concurrency": 2, "kv_cache_gib": 0.1, "shard_tokens": 128, "parity_rows": 0},
             "algorithm": {"kind": "eagle3", "aux_layers": [2, 3, 4]},
             "training": {
                 "epochs": 10,
@@ -103,6 +106,37 @@ def test_an_engine_killed_in_mid_epoch_comes_back_on_another_port_and_the_draft_
     assert not list((tmp_path / "home" / "engines").glob("*.json")), "no engine is left behind"
     assert not list((tmp_path / "home").rglob(".online")) and not (directory / ".online").exists()
     assert stages.train(run_of(mode="hybrid", cache_gib=1), dataset).cached, "how states travel is no part of the key"
+
+
+def test_parts_of_two_runs_are_captured_once_beside_each_other_and_apart_from_the_whole(
+    run_of: Callable[..., Run], states: Path, tmp_path: Path
+) -> None:
+    run = run_of(engines=2)
+    dataset, _ = publish(run, states)
+    key = capture_digest(run, dataset)
+    workspace = run.store.workspace("states", key)
+    left = workspace / ".share-1" / ".records" / "of-a-part-that-was-killed"
+    left.mkdir(parents=True)
+    kept: list[bool] = []
+
+    def look() -> None:
+        store = run_of().store
+        kept.append(store.busy("states", key) and not store.sweep_workspace("states", key))
+
+    assert stages.missing_shares(run, dataset) == (0, 1)
+    with ThreadPoolExecutor(3) as pool:
+        same, again, other = pool.map(
+            lambda number: stages.capture_share(run_of(engines=2), dataset, number, look), (0, 0, 1)
+        )
+    assert min(same, again) == 0 < max(same, again) and same + again + other == 28
+    assert kept and all(kept) and not left.exists()
+    assert len(list((run.home / "logs").glob("vllm-*.log"))) == 2
+    assert {entry.key for entry in run.ledger.entries()} == {f"{key}-share-0", f"{key}-share-1"}
+    left.mkdir(parents=True)
+    captured = run.store.path(stages.capture(run_of(), dataset).ref)
+    names = {path.name for path in captured.iterdir()}
+    assert all(name == "states.json" or name.startswith("shard-") for name in names), names
+    assert stages.capture_share(run, dataset, 0, look) == 0 and not workspace.exists(), "a retry that came too late"
 
 
 CAPTURING = """

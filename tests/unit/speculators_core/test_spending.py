@@ -100,6 +100,27 @@ def test_a_kill_loses_no_more_than_the_last_seconds(tmp_path: Path, clock: Simpl
     assert ledger(tmp_path).spent().seconds == 18, "noted while it works"
 
 
+def test_parts_beside_each_other_share_a_budget_and_are_earlier_attempts_at_the_whole(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    first, second = ledger(tmp_path, hours=50 / 3600), ledger(tmp_path, hours=50 / 3600)
+    half = Amount(seconds=10, tokens=500)
+    with (
+        first.attempt("capture", "key-share-0", lambda: half),
+        pytest.raises(BudgetError, match=r"hours .* of 0\.0139"),
+    ):
+        with second.attempt("capture", "key-share-1", lambda: half):
+            for done in range(10):
+                for part in (first, second):
+                    part.check(done, 10)
+                clock.value += 6
+    spent = ledger(tmp_path).spent()
+    assert 50 < spent.seconds < 75, "each is held against what the others took"
+    with ledger(tmp_path).attempt("capture", "key", Amount) as finished_with:
+        finished_with({"tokens": 1000})
+    assert ledger(tmp_path).spent().tokens == 1000, "no token is counted twice"
+
+
 def test_a_stage_asks_what_it_will_take_only_where_there_is_a_budget(tmp_path: Path, clock: SimpleNamespace) -> None:
     def run(**budget: float) -> Run:
         content = {

@@ -115,3 +115,19 @@ def test_a_download_that_may_still_run_is_no_trash(tmp_path: Path) -> None:
     assert [path.name for path in trash.iterdir()] == ["download-1"]
     store.empty_trash(older_than_s=-1)
     assert list(trash.iterdir()) == []
+
+
+def test_parts_are_made_beside_each_other_and_apart_from_the_whole(tmp_path: Path) -> None:
+    def looked() -> None:
+        raise InterruptedError("a look ends the wait")
+
+    first, second, whole = (open_store(tmp_path) for _ in range(3))
+    first.workspace("states", "parts")
+    with first.single_flight("states", "parts", shared=True), second.single_flight("states", "parts", shared=True):
+        assert whole.busy("states", "parts") and not whole.sweep_workspace("states", "parts")
+        with pytest.raises(InterruptedError), whole.single_flight("states", "parts", look=looked):
+            pytest.fail("the whole was made beside its parts")
+    with whole.single_flight("states", "parts"), pytest.raises(InterruptedError):
+        with first.single_flight("states", "parts", shared=True, look=looked):
+            pytest.fail("a part was made beside the whole")
+    assert whole.sweep_workspace("states", "parts")
