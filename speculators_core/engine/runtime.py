@@ -124,6 +124,10 @@ class RuntimeInfo(StrictModel):
         identity = [self.vllm, self.build, self.device, self.model_runner]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
+    def describe(self) -> str:
+        """All that the key is made of, for messages."""
+        return f"vLLM {self.vllm} ({self.build}, {self.device}, model runner {self.model_runner})"
+
 
 def probe_runtime(runtime: Runtime, *, home: Path | None = None) -> RuntimeInfo:
     """Ask a runtime who it is. The first answer takes seconds; it is kept in memory and, given `home`, on disk.

@@ -192,8 +192,10 @@ def answers_of(run: Run) -> Path:
 
 
 def records_of(run: Run, key: str) -> Path:
-    """Where the records of regenerated replies lie until they are a set; other layers, another place."""
-    return run.home / "records" / f"{key[:24]}-{'-'.join(map(str, run.layer_ids))}"
+    """Where the records of regenerated replies lie until they are a set; other layers or codec, another place."""
+    codec = run.recipe.capture.codec
+    told = [*map(str, run.layer_ids), *([codec] if codec != "none" else [])]
+    return run.home / "records" / f"{key[:24]}-{'-'.join(told)}"
 
 
 def require_same_rendering(run: Run, rows: RowSet, engine: Engine) -> None:

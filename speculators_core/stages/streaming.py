@@ -102,13 +102,25 @@ def streaming(run: Run, dataset: ArtifactRef, workspace: Path) -> Iterator[Onlin
 
 
 def station(run: Run, capture: CaptureConfig, seat: Seat, directory: Path, context: int) -> Station:
-    """How the engine of a seat is started, and where its records go: `capture` names the store of our own engines."""
+    """How the engine of a seat is started, and where its records go: `capture` names the store of our own engines.
+
+    Raises:
+        ConfigError: its runtime is another vLLM than the one that the states are kept under.
+    """
     from speculators_core.states.capture import capture_server, records_config
     from speculators_core.states.handshake import at_store
     from speculators_core.states.keeper import Station
 
     runtime = seat.runtime or run.recipe.capture.runtime or run.recipe.runtime
     config = capture if runtime.url is None else at_store(run.recipe.capture, runtime)
+    found, wanted = probe_runtime(runtime, home=run.home), run.capture_runtime
+    if found.key != wanted.key:
+        raise ConfigError(
+            f"hidden_states.engines: the runtime {runtime.name!r} of an engine is {found.describe()}, but states count "
+            f"as captured by {wanted.describe()}: one set would mix what both compute",
+            mend="give each engine a runtime of that version, build, device and model runner, or name this one as "
+            "capture.runtime",
+        )
     spec = capture_server(
         config,
         run.verifier,
@@ -116,7 +128,7 @@ def station(run: Run, capture: CaptureConfig, seat: Seat, directory: Path, conte
         run.fingerprint.digest,
         directory,
         max_model_len=context,
-        device=probe_runtime(runtime, home=run.home).device,
+        device=found.device,
         trust_remote_code=run.recipe.verifier.trust_remote_code,
     )
     store = runtime.store or RecordStore(backend=config.backend, config=records_config(config, directory))

@@ -108,12 +108,12 @@ def test_parts_beside_each_other_share_a_budget_and_are_earlier_attempts_at_the_
     with (
         first.attempt("capture", "key-share-0", lambda: half),
         pytest.raises(BudgetError, match=r"hours .* of 0\.0139"),
+        second.attempt("capture", "key-share-1", lambda: half),
     ):
-        with second.attempt("capture", "key-share-1", lambda: half):
-            for done in range(10):
-                for part in (first, second):
-                    part.check(done, 10)
-                clock.value += 6
+        for done in range(10):
+            for part in (first, second):
+                part.check(done, 10)
+            clock.value += 6
     spent = ledger(tmp_path).spent()
     assert 50 < spent.seconds < 75, "each is held against what the others took"
     with ledger(tmp_path).attempt("capture", "key", Amount) as finished_with:

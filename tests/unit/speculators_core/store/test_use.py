@@ -127,7 +127,10 @@ def test_parts_are_made_beside_each_other_and_apart_from_the_whole(tmp_path: Pat
         assert whole.busy("states", "parts") and not whole.sweep_workspace("states", "parts")
         with pytest.raises(InterruptedError), whole.single_flight("states", "parts", look=looked):
             pytest.fail("the whole was made beside its parts")
-    with whole.single_flight("states", "parts"), pytest.raises(InterruptedError):
-        with first.single_flight("states", "parts", shared=True, look=looked):
-            pytest.fail("a part was made beside the whole")
+    with (
+        whole.single_flight("states", "parts"),
+        pytest.raises(InterruptedError),
+        first.single_flight("states", "parts", shared=True, look=looked),
+    ):
+        pytest.fail("a part was made beside the whole")
     assert whole.sweep_workspace("states", "parts")
