@@ -12,25 +12,24 @@ from pathlib import Path
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from speculators_core.errors import ConfigError, StoreError
+from speculators_core.errors import ConfigError, RegistryError, StoreError
 from speculators_core.lifecycle.matrix import cells
 from speculators_core.lifecycle.plan import MADE_OF, MadeOf
+from speculators_core.lifecycle.promotion import CHAMPION, audit_log
 from speculators_core.lifecycle.retention import Item, Plan, Root, plan_sweep
 from speculators_core.store import Store, write_atomic
 from speculators_core.store.files import discard
 from speculators_core.types import ArtifactRef, StrictModel
 from tasks.adapters.aliases import MlflowAliases
+from tasks.adapters.fetched import FETCHED, sole_user
 from tasks.adapters.locks import file_lock
+from tasks.adapters.redaction import redact
 from tasks.adapters.registry import DRAFT_TAG
 from tasks.adapters.settings import Settings, settings
 from tasks.observe import tracking
 from tasks.versions import EVALUATION_TAG
 
 log = logging.getLogger(__name__)
-
-
-FETCHED = "drafts"
-"""Directory of the state root where `versions.fetch_draft` puts registered drafts."""
 
 
 class Pin(StrictModel):
@@ -89,8 +88,9 @@ def collect(*, keep_days: float, quota_bytes: int | None = None) -> Swept:
             elif line.name.startswith("work/"):
                 gone = store.sweep_workspace(*line.name.split("/")[1:])
             elif line.name.startswith(f"{FETCHED}/"):
-                discard(settings().home / line.name, _fetched_trash())
-                gone = True
+                with sole_user(settings(), line.name.removeprefix(f"{FETCHED}/")) as gone:
+                    if gone:
+                        discard(settings().home / line.name, _fetched_trash())
             else:
                 gone = False  # replaced meanwhile: another artifact, which this plan has not seen
             (deleted if gone else left).append(line.name)
@@ -130,22 +130,51 @@ def _directory(name: str, path: Path) -> Item:
 def list_roots(store: Store, items: tuple[Item, ...]) -> Iterator[Root]:
     """What must stay: in use just now, registered, pinned."""
     for item in items:
-        if store.busy(*item.name.split("/")[-2:]):
+        if _in_use(store, item):
             yield Root(digest=item.digest, reason="in use just now", lineage=True)
     yield from registered_roots(settings())
     for pin in read_pins(settings().home):
         yield Root(digest=pin.digest, reason=f"pinned: {pin.why or 'no reason given'}")
 
 
-def registered_roots(found: Settings) -> Iterator[Root]:
-    """What MLflow's registered versions refer to; nothing where there is no registry yet."""
-    if found.sqlite_file is not None and not found.sqlite_file.exists():
-        return
+def _in_use(store: Store, item: Item) -> bool:
+    kind, digest = item.name.split("/")[-2:]
+    if kind != FETCHED:
+        return store.busy(kind, digest)
+    with sole_user(settings(), digest, create=False) as free:
+        return not free
+
+
+def registered_roots(found: Settings) -> list[Root]:
+    """What MLflow's registered versions refer to; nothing where the state root's own registry has none yet.
+
+    Raises:
+        RegistryError: MLflow is away. Or nothing is registered there, and something may be elsewhere: the store is
+            not the state root's alone, or a draft was fetched from a registry.
+    """
+    database = found.sqlite_file
+    missing = database is not None and not database.exists()
+    roots = [] if missing else list(_roots_of_versions(found))
+    if not roots and (not found.self_contained or any((found.home / FETCHED).glob("[!.]*"))):
+        uri = redact(found.tracking_uri)
+        what = f"there is no registry at {uri}" if missing else f"nothing is registered at {uri}"
+        raise RegistryError(
+            f"{what}: nothing of the store {redact(found.store)} is known to be unreferenced",
+            mend="set MLFLOW_TRACKING_URI and DRAFTSMITH_HOME as they are where its drafts are registered",
+        )
+    return roots
+
+
+def _roots_of_versions(found: Settings) -> Iterator[Root]:
     aliases = MlflowAliases(tracking(), actor="gc")
     for model in aliases.models():
         names = aliases.aliases(model)
+        moves = [entry for entry in audit_log(found.home, model) if entry.state == "done" and entry.action != "refuse"]
+        serving = moves[-1].to_version if moves else None
         for version, (_, tags) in aliases.described(model).items():
             held = sorted(name for name, number in names.items() if number == version)
+            if version == serving and CHAMPION not in held:  # other hands moved that, and it was not followed
+                held.insert(0, "serves")
             reason = f"{', '.join(held) or 'registered'}: {model} version {version}"
             evaluations = [cell.evaluation for cell in cells(tags)]
             for digest in (tags.get(DRAFT_TAG), tags.get(EVALUATION_TAG), *evaluations):

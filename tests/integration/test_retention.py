@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,12 @@ from speculators_core.lifecycle.promotion import CHAMPION, promote
 from speculators_core.store import Store
 from speculators_core.types import ArtifactRef
 from tasks import retention
+from tasks.adapters import fetched
+from tasks.adapters.aliases import MlflowAliases
 from tasks.adapters.registry import DraftRegistry, VersionFacts
 from tasks.adapters.settings import settings
 from tasks.observe import tracking
+from tasks.versions import fetch_draft
 
 KEEP_DAYS = 14.0
 
@@ -163,20 +167,113 @@ def test_pins_name_one_artifact(home: Path) -> None:
     assert [pin.name for pin in retention.read_pins(home)].count("dataset/twin-a") == 1
 
 
-def test_without_the_registrys_word_nothing_goes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Another environment, as another shell has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)  # MLflow sets it itself
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        settings.cache_clear()
+        tracking.cache_clear()
+        try:
+            yield
+        finally:
+            settings.cache_clear()
+            tracking.cache_clear()
+
+
+def test_without_the_registrys_word_nothing_goes(home: Path) -> None:
     publish("states", "unknown-states")
     grow_old(home)
     before = names(home)
-    for name, value in (("MAX_RETRIES", "1"), ("BACKOFF_FACTOR", "1"), ("TIMEOUT", "5")):
-        monkeypatch.setenv(f"MLFLOW_HTTP_REQUEST_{name}", value)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    settings.cache_clear()
-    tracking.cache_clear()
-    try:
-        with pytest.raises(RegistryError):
-            retention.collect(keep_days=KEEP_DAYS)
-    finally:
-        monkeypatch.undo()
-        settings.cache_clear()
-        tracking.cache_clear()
+    quick = {"MAX_RETRIES": "1", "BACKOFF_FACTOR": "1", "TIMEOUT": "5"}
+    away = {f"MLFLOW_HTTP_REQUEST_{name}": value for name, value in quick.items()}
+    with environment(MLFLOW_TRACKING_URI="http://127.0.0.1:9", **away), pytest.raises(RegistryError):
+        retention.collect(keep_days=KEEP_DAYS)
     assert names(home) == before
+
+
+def test_options_of_the_registrys_address_are_none_of_its_path(home: Path) -> None:
+    def reasons() -> dict[str, str]:
+        return {line.name: line.reason for line in retention.plan_gc(keep_days=KEEP_DAYS).lines}
+
+    expected = reasons()
+    assert any("chat version 1" in reason for reason in expected.values())
+    with environment(MLFLOW_TRACKING_URI=f"sqlite:///{home}/mlflow.db?timeout=30"):
+        assert reasons() == expected
+
+
+@pytest.mark.parametrize("elsewhere", ["a relative address", "another state root", "a registry without models"])
+def test_a_registry_that_is_not_there_says_nothing_of_what_others_registered(
+    home: Path, elsewhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grow_old(home)
+    before = names(home)
+    environ = {
+        "a relative address": {"MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"},
+        "another state root": {"DRAFTSMITH_HOME": str(tmp_path), "DRAFTSMITH_STORE": str(home / "store")},
+        "a registry without models": {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/other.db"},
+    }[elsewhere]
+    monkeypatch.chdir(tmp_path)
+    with environment(**environ):
+        if "without" in elsewhere:
+            tracking()
+        with pytest.raises(RegistryError, match=r"(no registry at|nothing is registered at) sqlite:.*[\s\S]*mend: set"):
+            retention.collect(keep_days=KEEP_DAYS)
+    assert names(home) == before
+
+
+def test_a_state_root_of_its_own_needs_no_registry_until_a_draft_came_from_one(tmp_path: Path) -> None:
+    with environment(DRAFTSMITH_HOME=str(tmp_path)):
+        publish("states", "failed-states")
+        grow_old(tmp_path)
+        assert [line.name for line in retention.plan_gc(keep_days=KEEP_DAYS).deletions] == ["states/failed-states"]
+        assert not (tmp_path / "mlflow.db").exists()
+        (tmp_path / "drafts" / "d").mkdir(parents=True)
+        with pytest.raises(RegistryError, match="no registry"):
+            retention.plan_gc(keep_days=KEEP_DAYS)
+
+
+def test_what_serves_stays_where_other_hands_moved_the_alias(home: Path) -> None:
+    serving, unproven = make_loop("serving"), make_loop("unproven")
+    aliases = MlflowAliases(tracking(), actor="test")
+    *_, first, second = aliases.versions("chat")
+    pair = {"verifier_fingerprint": "f" * 64, "runtime_key": "r" * 64}
+    promote(aliases, "chat", first, expected=None, **pair, who="test", why="by force", home=home, force=True)
+    aliases.set_alias("chat", CHAMPION, second)  # by hand: it is not followed, and the first goes on serving
+    fetched = DraftRegistry(tracking()).download("chat", first, home / "drafts" / serving["draft"].digest)
+    grow_old(home)
+    reasons = {line.digest: line.reason for line in retention.plan_gc(keep_days=KEEP_DAYS).lines if line.fate == "keep"}
+    for made in (*serving.values(), *unproven.values()):
+        assert made.digest in reasons
+    assert reasons[f"drafts/{fetched.name}"] == reasons[serving["states"].digest] == f"serves: chat version {first}"
+
+
+def test_a_fetched_draft_stays_while_it_is_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_loop("fetched")
+    aliases = MlflowAliases(tracking(), actor="test")
+    version = aliases.versions("chat")[-1]
+
+    def fetch() -> Path:
+        return fetch_draft(settings(), aliases.tags("chat", version), "chat", version)[0]
+
+    def reason() -> str:
+        lines = retention.plan_gc(keep_days=KEEP_DAYS).lines
+        return next(line.reason for line in lines if line.name == f"drafts/{made['draft'].digest}")
+
+    path = fetch()
+    grow_old(home)
+    assert reason() == "in use just now"
+    fetched._uses.cache_clear()  # as if this process had ended
+    assert "not used for 90 days" in reason()
+    planned = retention.plan_gc(keep_days=KEEP_DAYS)
+    monkeypatch.setattr(retention, "plan_gc", lambda **_: planned)
+    fetch()
+    assert f"drafts/{path.name}" in retention.collect(keep_days=KEEP_DAYS).left, "its use began after the plan was made"
+    monkeypatch.undo()
+    fetched._uses.cache_clear()
+    assert path.is_dir() and reason() == "used within 14 days"
+    grow_old(home)
+    retention.collect(keep_days=KEEP_DAYS)
+    assert not path.exists()
