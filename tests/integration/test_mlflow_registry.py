@@ -11,8 +11,6 @@ import pytest
 from speculators_core.errors import RegistryError
 from speculators_core.lifecycle.promotion import CHALLENGER, CHAMPION, PREVIOUS, promote, rollback
 from speculators_core.store import Store
-from speculators_core.store.manifest import Manifest
-from tasks.adapters import registry as registry_module
 from tasks.adapters.aliases import MlflowAliases
 from tasks.adapters.registry import MODEL_ID_TAG, DraftRegistry, RegisteredDraft, VersionFacts
 from tasks.adapters.settings import read_settings
@@ -199,14 +197,14 @@ def test_of_two_that_fetch_a_draft_at_once_both_have_it(
     tracking: Tracking, run_id: str, deployment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Draft(tmp_path, b"wanted by two").register(tracking, deployment, run_id)
-    target, registry, hashed = tmp_path / "drafts" / "one", DraftRegistry(tracking), registry_module.verify_files
+    target, registry, replace = tmp_path / "drafts" / "one", DraftRegistry(tracking), Path.replace
 
-    def while_another_does(directory: Path, manifest: Manifest, *, where: str) -> None:
-        hashed(directory, manifest, where=where)
+    def after_another(draft: Path, place: Path) -> Path:
         monkeypatch.undo()
         registry.download(deployment, "1", target)
+        return replace(draft, place)
 
-    monkeypatch.setattr(registry_module, "verify_files", while_another_does)
+    monkeypatch.setattr(Path, "replace", after_another)
     assert registry.download(deployment, "1", target) == target
     assert [path.name for path in target.parent.iterdir()] == ["one"]
 
