@@ -78,14 +78,21 @@ class Fleet:
         return fits_beside(psutil.virtual_memory().available, version.weights_bytes(), kv_cache)
 
     def let_in(self, replica: Replica) -> None:
-        """Send it all new requests. What served before stands by, drained; what stood by before is retired."""
-        self._revive_proxy()
-        if replica is self.standby:
-            self.standby = None
-        self.retire_standby()
-        if not replica.slot:
-            replica.slot = self._free_slot()
-        self._proxy.open(replica.slot, replica.engine.base_url)
+        """Send it all new requests. What served before stands by, drained; what stood by before is retired.
+
+        Raises: EngineError: the proxy does not take it. It is ended then, or stands by as before.
+        """
+        is_new = replica is not self.standby
+        try:
+            self._revive_proxy()
+            if is_new:
+                self.retire_standby()
+                replica.slot = self._free_slot()
+            self._proxy.open(replica.slot, replica.engine.base_url)
+        except BaseException:
+            if is_new:
+                self._end(replica)  # nobody else knows of it
+            raise
         if self.live is not None:
             self.count()  # all that it did until now is what its successor is held against
         self.standby, self.live = self.live, replica

@@ -540,6 +540,22 @@ def test_a_proxy_that_is_slow_to_answer_ends_no_serving(
         assert world.ask() == "2" and world.fleet.running() == ["2"]
 
 
+@pytest.mark.parametrize("engines", ["beside", "in-place"])
+def test_an_engine_that_the_proxy_does_not_take_is_ended(tmp_path: Path, engines: str) -> None:
+    with serving(tmp_path, engines=engines) as world:
+        proxy = cast(Any, world.fleet)._proxy
+        take = proxy.open
+
+        def refuse_once(slot: str, url: str) -> None:
+            proxy.open = take
+            raise EngineError("HAProxy has not answered")
+
+        proxy.open = refuse_once
+        world.promote("2")
+        assert world.told[-1].reason == "HAProxy has not answered"
+        assert world.ask() == "1" and world.fleet.running() == ["1"]
+
+
 def test_a_proxy_that_ends_is_started_again(tmp_path: Path) -> None:
     with serving(tmp_path) as world:
         world.promote("2")
