@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import aiohttp
 import pytest
 import s3fs
+import torch
+from botocore.parsers import ResponseParserError
+from safetensors.torch import save
 
 from hs_connectors import Handle, open_backend, open_reader, open_writer
 from hs_connectors.backends import s3
 from hs_connectors.errors import CaptureFailed, RecordTimeout, SettingsError, StorageError
+from hs_connectors.record import pack
 from hs_connectors.testing import assert_same, make_record
-from tests.services import S3Server, free_port
+from tests.services import CREDENTIALS, S3Server, free_port
 
 
 @pytest.fixture
@@ -45,7 +52,7 @@ def test_a_payload_without_its_manifest_does_not_exist(
     backend = open_backend("s3", {"root": root})
     backend.prepare()
     open_writer("s3", {"root": root}).put("whole", make_record())
-    files.pipe_file(f"{root}/half.safetensors", b"a writer was killed before it wrote the manifest")
+    files.pipe_file(f"{root}/half.safetensors", bytes(pack(make_record())))  # killed before it wrote the manifest
     with pytest.raises(RecordTimeout):
         backend.fetch("half", 0)
     assert [entry.key for entry in backend.entries()] == ["whole"]
@@ -53,21 +60,54 @@ def test_a_payload_without_its_manifest_does_not_exist(
     assert sorted(path.rpartition("/")[2] for path in files.find(root)) == ["whole.record.json", "whole.safetensors"]
 
 
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"schema": "draftsmith.states/1"}])
+def test_what_other_people_keep_there_is_never_deleted(
+    root: str, files: s3fs.S3FileSystem, all_is_abandoned: None, metadata: dict[str, str] | None
+) -> None:
+    many = {f"layer.{number}.weight": torch.ones(2) for number in range(200)}  # a header of more than the first look
+    others = {
+        "model.safetensors": save(many, metadata=metadata),
+        "torn.safetensors": b"no safetensors at all",
+        "empty.safetensors": b"",
+        "below/row.safetensors": bytes(pack(make_record())),
+    }
+    for name, content in others.items():
+        files.pipe_file(f"{root}/{name}", content)
+    backend = open_backend("s3", {"root": root})
+    backend.prepare()
+    with pytest.raises(StorageError, match="holds tensors, but no record"):
+        backend.discard("model")
+    backend.fail("empty", "a marker beside it")
+    assert [(entry.key, entry.kind) for entry in backend.entries()] == [("empty", "record")]
+    backend.discard("empty")
+    assert {path.removeprefix(root.removeprefix("s3://") + "/") for path in files.find(root)} == {
+        "model.safetensors",
+        "torn.safetensors",
+        "below/row.safetensors",
+    }
+
+
 def test_an_upload_that_was_never_finished_is_aborted(
     root: str, files: s3fs.S3FileSystem, s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix = root.removeprefix(f"s3://{s3_environment.bucket}/")
-    started = files.call_s3("create_multipart_upload", Bucket=s3_environment.bucket, Key=f"{prefix}/key.safetensors")
 
-    def uploads() -> list[str]:
+    def start(key: str) -> str:
+        started: dict[str, str] = files.call_s3("create_multipart_upload", Bucket=s3_environment.bucket, Key=key)
+        return started["UploadId"]
+
+    ours = start(f"{prefix}/key.safetensors")
+    others = {start(prefix + name) for name in ("-v2/key.safetensors", "/below/key.safetensors", "/big.bin")}
+
+    def uploads() -> set[str]:
         found = files.call_s3("list_multipart_uploads", Bucket=s3_environment.bucket, Prefix=prefix)
-        return [upload["UploadId"] for upload in found.get("Uploads", [])]
+        return {upload["UploadId"] for upload in found.get("Uploads", [])}
 
     open_backend("s3", {"root": root}).prepare()
-    assert uploads() == [started["UploadId"]], "it may belong to a writer that lives"
+    assert uploads() == {ours, *others}, "it may belong to a writer that lives"
     monkeypatch.setattr(s3, "_ABANDONED_S", -60.0)
     open_backend("s3", {"root": root}).prepare()
-    assert uploads() == []
+    assert uploads() == others
 
 
 def test_a_marker_replaces_the_record(root: str) -> None:
@@ -99,6 +139,41 @@ def test_a_server_that_is_away_is_an_error_after_all_attempts(s3_environment: S3
         with pytest.raises(StorageError, match="does the server answer"):
             call()
     assert time.monotonic() - started < 60
+
+
+@pytest.fixture
+def garbling(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server that breaks off in the middle of its answers."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"half")
+
+        def log_message(self, format: str, *args: object) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_answers_that_nobody_can_parse_are_errors_of_the_store(garbling: str) -> None:
+    backend = open_backend("s3", {"root": "s3://artifacts/x", "endpoint_url": garbling, "attempts": 1})
+    with pytest.raises(StorageError, match="does the server answer") as caught:
+        backend.fetch("key", 0)
+    assert isinstance(caught.value.__cause__, aiohttp.ClientPayloadError)
+
+    def fail() -> None:
+        raise ResponseParserError("unable to parse response, invalid XML received")
+
+    with pytest.raises(StorageError, match="invalid XML"):
+        backend._ask("refused", fail)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def test_a_link_in_the_root_is_neither_read_nor_written_through(tmp_path: Path) 
 def test_weights_in_the_root_are_no_records_and_never_deleted(tmp_path: Path, metadata: dict[str, str] | None) -> None:
     save_file({"lm_head.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors", metadata=metadata)
     store = FileBackend({"root": str(tmp_path)})
+    store.prepare()
     store.publish("row", pack(make_record(3)))
     store.publish("torn", b"torn")
     with pytest.raises(StorageError, match="not deleted"):
@@ -60,15 +61,18 @@ def test_a_root_is_a_path() -> None:
 
 def test_leftovers_of_killed_writers_are_swept_and_live_ones_kept(tmp_path: Path) -> None:
     old = time.time() - 3600
-    dead, alive, young = (tmp_path / f".{name}.safetensors.0.part" for name in ("dead", "alive", "young"))
-    for part in (dead, alive, young):
+    dead, alive, young = (tmp_path / f".{name}.safetensors.{'0a' * 8}.part" for name in ("dead", "alive", "young"))
+    others = [tmp_path / ".model.safetensors.part", tmp_path / ".checkpoint.part"]
+    for part in (dead, alive, young, others[0]):
         part.write_bytes(b"half")
-    for part in (dead, alive):
+    others[1].mkdir()
+    for part in (dead, alive, *others):
         os.utime(part, (old, old))
     with alive.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         FileBackend({"root": str(tmp_path)}).prepare()
         assert not dead.exists() and alive.exists() and young.exists()
+        assert all(part.exists() for part in others), "somebody else's downloads"
 
 
 def test_a_writer_killed_in_the_middle_leaves_no_record(tmp_path: Path) -> None:

@@ -13,12 +13,15 @@ import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hs_connectors.backends._ownership import refuse_foreign
 from hs_connectors.backends._waiting import await_payload
 from hs_connectors.contract import Entry, Payload, check_key, is_key, size_of
 from hs_connectors.errors import CaptureFailed, SettingsError, StorageError
@@ -26,8 +29,7 @@ from hs_connectors.errors import CaptureFailed, SettingsError, StorageError
 log = logging.getLogger(__name__)
 _ENGINE = "engine.json"
 _RECORD, _ERROR = ".safetensors", ".error.json"
-_HEADER_LIMIT = 100_000_000
-"""Bytes of a safetensors header: the format's own limit."""
+_PART = re.compile(r"\..+\.(safetensors|json|probe)\.[0-9a-f]{16}\.part")
 _PAUSES_S = (0.001, 0.05)
 _YOUNG_S = 60.0
 """A `.part` younger than this may belong to a writer that has not locked it yet."""
@@ -51,7 +53,8 @@ class FileBackend:
             self._root.mkdir(parents=True, exist_ok=True)
             self._write(f".{secrets.token_hex(8)}.probe", b"")
             for leftover in self._root.glob(".*.part"):
-                _remove_if_orphan(leftover)
+                if _PART.fullmatch(leftover.name):
+                    _remove_if_orphan(leftover)
         except OSError as error:
             raise self._refused("cannot be written", error) from error
 
@@ -90,11 +93,7 @@ class FileBackend:
     def discard(self, key: str) -> None:
         """Unlink the record and its marker; StorageError for weights of anybody's that bear the name of one."""
         try:
-            if self._is_foreign(check_key(key) + _RECORD):
-                raise StorageError(
-                    f"{self._root / key}{_RECORD} holds tensors, but no record: it is not deleted",
-                    mend="name a directory of its own as the store's root",
-                )
+            self._refuse_foreign(self._root / (check_key(key) + _RECORD))
             for name in (key + _RECORD, key + _ERROR):
                 (self._root / name).unlink(missing_ok=True)
         except OSError as error:
@@ -138,21 +137,11 @@ class FileBackend:
             raise StorageError(f"{self._root / _ENGINE} is not JSON: {error}") from error
         return facts
 
-    def _is_foreign(self, name: str) -> bool:
-        """Whether that file is a safetensors file of another kind; what cannot be read is no weights of anybody's."""
-        from hs_connectors.record import SCHEMA
-
-        path = self._root / name
+    def _refuse_foreign(self, path: Path) -> None:
         if path.is_symlink() or not path.is_file():
-            return False
-        try:
-            with path.open("rb") as file:
-                header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _HEADER_LIMIT)))
-        except (FileNotFoundError, ValueError, RecursionError):
-            return False
-        metadata = header.get("__metadata__") if isinstance(header, dict) else None
-        schema = metadata.get("schema") if isinstance(metadata, dict) else None
-        return not str(schema).startswith(SCHEMA.partition("/")[0])
+            return
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            refuse_foreign(str(path), lambda num_bytes: os.pread(file.fileno(), num_bytes, 0))
 
     def _write(self, name: str, *pieces: Payload) -> None:
         part = self._root / f".{name}.{secrets.token_hex(8)}.part"

@@ -7,7 +7,7 @@ stands here can be read in the server's command line.
     <key>.safetensors    the payload         <key>.record.json    its manifest, written last: {"bytes": n}
     engine.json          what the engine is                       or, in place of a record, {"error": text}
 A payload without a manifest does not exist. Keys are written once: whoever writes one again while it is read may make
-its reader see a wrong checksum.
+its reader see a wrong checksum. What else lies under the prefix, or below it, is other people's and stays.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
+import aiohttp
 import s3fs
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
 
+from hs_connectors.backends._ownership import kind_of, refuse_foreign
 from hs_connectors.backends._waiting import await_payload
 from hs_connectors.contract import Entry, Payload, check_key, is_key
 from hs_connectors.errors import CaptureFailed, SettingsError, StorageError
@@ -34,8 +37,9 @@ T = TypeVar("T")
 _DATA, _MANIFEST, _ENGINE = ".safetensors", ".record.json", "engine.json"
 _OPTIONS = {"root", "endpoint_url", "part_mib", "attempts"}
 _PAUSES_S = (0.01, 0.25)
-_ABANDONED_S = 3600.0
-"""Older payloads without a manifest, and older unfinished uploads, belong to nobody that lives."""
+_ABANDONED_S = 86400.0
+"""Older payloads without a manifest, and older unfinished uploads, belong to nobody that lives: of an upload only the
+name is known, and somebody's large model may take hours."""
 _CONNECT_S, _READ_S = 5, 60
 
 
@@ -70,13 +74,17 @@ class S3Backend:
         self._fs.retries = attempts
 
     def prepare(self) -> None:
-        """Prove that the prefix can be written; remove what killed writers left more than an hour ago."""
+        """Prove that the prefix can be written; remove what killed writers left more than a day ago.
+
+        A writer's payload appears whole, so what is no whole record is not of a killed writer, and stays.
+        """
         probe = self._path(f".{secrets.token_hex(8)}.probe")
         self._ask("cannot be written", lambda: self._fs.pipe_file(probe, b"x"))
         self._ask("cannot be written", lambda: self._fs.rm_file(probe))
         abandoned = time.time() - _ABANDONED_S
         manifests, payloads = self._list()
-        orphans = [key for key in payloads.keys() - manifests.keys() if payloads[key][1] < abandoned]
+        old = [key for key in payloads.keys() - manifests.keys() if payloads[key][1] < abandoned]
+        orphans = [key for key in old if kind_of(partial(self._head, key + _DATA)) == "record"]
         for key in orphans:
             self._remove(key + _DATA)
         uploads = self._abort_uploads(abandoned)
@@ -113,8 +121,9 @@ class S3Backend:
         return await_payload(look, timeout_s, _PAUSES_S, f"record {key} of {self._root}")
 
     def discard(self, key: str) -> None:
-        """Remove the manifest, then the payload."""
-        self._remove(check_key(key) + _MANIFEST)
+        """Remove the manifest, then the payload; StorageError for weights of anybody's that bear the name of one."""
+        refuse_foreign(self._path(check_key(key) + _DATA), partial(self._head, key + _DATA))
+        self._remove(key + _MANIFEST)
         self._remove(key + _DATA)
 
     def entries(self) -> Iterator[Entry]:
@@ -155,15 +164,22 @@ class S3Backend:
             payload[start:end] = part
         return payload
 
-    def _read(self, name: str) -> bytes | None:
+    def _read(self, name: str, num_bytes: int = 1 << 20) -> bytes | None:
         def read() -> bytes | None:
-            try:
-                content: bytes = self._fs.cat_file(self._path(name), start=0, end=1 << 20)  # a range: no size is asked
+            try:  # a range, so that no size is asked for
+                content: bytes = self._fs.cat_file(self._path(name), start=0, end=num_bytes)
             except FileNotFoundError:
                 return None
+            except OSError as error:
+                if _is_empty(error):
+                    return b""
+                raise
             return content
 
         return self._ask(f"refused to read {name}", read)
+
+    def _head(self, name: str, num_bytes: int) -> bytes:
+        return self._read(name, num_bytes) or b""
 
     def _json(self, content: bytes, name: str) -> dict[str, Any]:
         try:
@@ -179,25 +195,28 @@ class S3Backend:
         self._ask(f"refused to delete {name}", remove)
 
     def _list(self) -> tuple[dict[str, tuple[int, float]], dict[str, tuple[int, float]]]:
-        """(manifests, payloads) by key: size and time."""
+        """(manifests, payloads) by key: size and time. What lies in directories below is none."""
         found: dict[str, Any] = self._ask("cannot be listed", lambda: self._fs.find(self._root, detail=True)) or {}
         manifests: dict[str, tuple[int, float]] = {}
         payloads: dict[str, tuple[int, float]] = {}
         for path, info in found.items():
-            name = path.rpartition("/")[2]
             for suffix, target in ((_MANIFEST, manifests), (_DATA, payloads)):
-                if name.endswith(suffix) and is_key(name.removesuffix(suffix)):
-                    target[name.removesuffix(suffix)] = (int(info["size"]), info["LastModified"].timestamp())
+                if (key := _key_of(path, f"{self._root.removeprefix('s3://')}/", suffix)) is not None:
+                    target[key] = (int(info["size"]), info["LastModified"].timestamp())
         return manifests, payloads
 
     def _abort_uploads(self, before: float) -> int:
-        bucket, prefix, _ = self._fs.split_path(self._root)
+        bucket, directory, _ = self._fs.split_path(self._root)
+        prefix = f"{directory}/" if directory else ""
         found = self._ask(
             "cannot list its unfinished uploads",
             lambda: self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix),
         )
         abandoned = [
-            upload for upload in found.get("Uploads", []) if upload["Initiated"] < datetime.fromtimestamp(before, UTC)
+            upload
+            for upload in found.get("Uploads", [])
+            if upload["Initiated"] < datetime.fromtimestamp(before, UTC)
+            and _key_of(upload["Key"], prefix, _DATA) is not None
         ]
         for upload in abandoned:
             names = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
@@ -209,8 +228,20 @@ class S3Backend:
         """The answer to a request; StorageError where the server refuses it, or does not answer after all attempts."""
         try:
             return request()
-        except (OSError, BotoCoreError, ClientError) as error:
+        except (OSError, BotoCoreError, ClientError, ResponseParserError, aiohttp.ClientError) as error:
             raise StorageError(
                 f"the store {self._root} {what}: {error or type(error).__name__}",
                 mend="check bucket, credentials and endpoint_url; does the server answer, and has it room?",
             ) from error
+
+
+def _key_of(name: str, prefix: str, suffix: str) -> str | None:
+    """The key of that object of ours; None where it is none, or lies in a directory below."""
+    key = name.removeprefix(prefix).removesuffix(suffix)
+    return key if name == f"{prefix}{key}{suffix}" and is_key(key) else None
+
+
+def _is_empty(error: OSError) -> bool:
+    """Whether a range was refused because the object has no byte at all."""
+    answer: Mapping[str, Any] = getattr(error.__cause__, "response", {})
+    return answer.get("Error", {}).get("Code") in ("InvalidRange", "416")
