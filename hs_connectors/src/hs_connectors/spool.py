@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hs_connectors.contract import Record, Writer
 from hs_connectors.errors import ConnectorError
@@ -37,16 +37,12 @@ class SpoolState:
     oldest_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Job:
     key: str
-    produce: Callable[[], Record]
-
-
-@dataclass(frozen=True)
-class _Open:
     num_bytes: int
-    since: float
+    produce: Callable[[], Record]
+    since: float = field(default_factory=time.monotonic)
 
 
 class Spool:
@@ -75,7 +71,7 @@ class Spool:
         self._on_room = on_room
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[_Job, None] = {}  # in their order
         self._waiting_bytes = 0
         self._written, self._failed, self._num_bytes, self._lag_s = 0, 0, 0, 0.0
         self._markers: dict[str, str] = {}
@@ -94,7 +90,7 @@ class Spool:
     def state(self) -> SpoolState:
         """Counts and what waits, at one moment."""
         with self._changed:
-            oldest = next(iter(self._open.values()), None)
+            oldest = next(iter(self._open), None)
             return SpoolState(
                 self._written,
                 self._failed,
@@ -112,10 +108,11 @@ class Spool:
 
     def submit(self, key: str, num_bytes: int, produce: Callable[[], Record]) -> None:
         """Queue a record; `produce` runs in a writer thread and may wait there for a copy to end."""
+        job = _Job(key, num_bytes, produce)
         with self._changed:
-            self._open[key] = _Open(num_bytes, time.monotonic())
+            self._open[job] = None
             self._waiting_bytes += num_bytes
-        self._jobs.put(_Job(key, produce))
+        self._jobs.put(job)
 
     def fail(self, key: str, message: str) -> None:
         """Queue an error marker for a record that could not even be submitted."""
@@ -130,7 +127,7 @@ class Spool:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._changed.wait_for(lambda: not self._open, timeout_s)
-            late = sorted(self._open)
+            late = sorted(job.key for job in self._open)
         for _ in self._threads:
             self._jobs.put(None)
         for key in late:
@@ -140,8 +137,7 @@ class Spool:
         return late
 
     def _run(self) -> None:
-        if self._on_thread_start is not None:
-            self._on_thread_start()
+        _guarded(self._on_thread_start)
         while True:
             try:
                 job = self._jobs.get(timeout=_RETRY_MARKERS_S if self._markers else None)
@@ -155,22 +151,30 @@ class Spool:
     def _write(self, job: _Job) -> None:
         message: str | None = "the writer thread ended unexpectedly"
         try:
-            self._writer.put(job.key, job.produce())
-            message = None
-        except ConnectorError as error:
-            message = error.what
-        except (OSError, RuntimeError, ValueError, TypeError, MemoryError) as error:
-            message = f"{type(error).__name__}: {error}"
+            try:
+                message = self._put(job)
+            finally:
+                if message is not None:
+                    self._mark(job.key, message)
         finally:
-            if message is not None:
-                self._mark(job.key, message)
             with self._changed:
-                self._count(self._open.pop(job.key), message is None)
+                del self._open[job]
+                self._count(job, message is None)
                 self._changed.notify_all()
-            if self._on_room is not None:
-                self._on_room()
+            _guarded(self._on_room)
 
-    def _count(self, done: _Open, written: bool) -> None:
+    def _put(self, job: _Job) -> str | None:
+        """Why there is no record; None where there is one."""
+        try:
+            self._writer.put(job.key, job.produce())
+        except ConnectorError as error:
+            return error.what
+        except Exception as error:  # of any client library: a reader waits for the marker, the engine for this thread
+            log.exception("unexpected error of the store of hidden states key=%s", job.key)
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _count(self, done: _Job, written: bool) -> None:
         self._waiting_bytes -= done.num_bytes
         if written:
             self._written += 1
@@ -181,23 +185,39 @@ class Spool:
 
     def _mark(self, key: str, message: str) -> None:
         log.error("hidden states not written key=%s cause=%s", key, message)
-        try:
-            self._writer.fail(key, message)
-        except (ConnectorError, OSError) as error:
+        refusal = self._marker_refused(key, message)
+        if refusal is not None:
             with self._changed:
                 self._markers[key] = message
-                self._trouble = f"{message}; {error}"
+                self._trouble = f"{message}; {refusal}"
+
+    def _marker_refused(self, key: str, message: str) -> str | None:
+        """Why the store takes no error marker; None where it took it."""
+        try:
+            self._writer.fail(key, message)
+        except ConnectorError as error:
+            return str(error)
+        except Exception as error:  # as in _put
+            log.exception("unexpected error of the store of hidden states, asked for an error marker key=%s", key)
+            return f"{type(error).__name__}: {error}"
+        return None
 
     def _retry_markers(self) -> None:
         with self._changed:
             owed = dict(self._markers)
         for key, message in owed.items():
-            try:
-                self._writer.fail(key, message)
-            except (ConnectorError, OSError):
+            if self._marker_refused(key, message) is not None:
                 return
             with self._changed:
                 self._markers.pop(key, None)
                 if not self._markers:
                     self._trouble = None
                     log.info("the store of hidden states takes writes again")
+
+
+def _guarded(hook: Callable[[], None] | None) -> None:
+    if hook is not None:
+        try:
+            hook()
+        except Exception:  # what is queued still wants its thread
+            log.exception("unexpected error in a writer thread of hidden states")

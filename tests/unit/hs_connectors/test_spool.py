@@ -19,7 +19,7 @@ class GatedWriter:
     def __init__(self, space: str) -> None:
         self.inner = open_writer("memory", {"space": space})
         self.gate = threading.Event()
-        self.broken = False
+        self.broken: Exception | None = None
 
     def put(self, key: str, record: Record) -> Handle:
         self.gate.wait()
@@ -34,8 +34,8 @@ class GatedWriter:
         self.inner.announce(facts)
 
     def _refuse_if_broken(self) -> None:
-        if self.broken:
-            raise StorageError("read-only file system")
+        if self.broken is not None:
+            raise self.broken
 
 
 def wait_until(condition: Any, timeout_s: float = 10) -> None:
@@ -103,7 +103,6 @@ def test_what_cannot_be_written_before_the_end_fails_for_its_reader() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error"), MemoryError("none left"), KeyError("surprise")])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_whatever_goes_wrong_reaches_the_reader(error: Exception) -> None:
     writer, spool = make_spool(f"wrong-{error}")
     writer.gate.set()
@@ -112,25 +111,44 @@ def test_whatever_goes_wrong_reaches_the_reader(error: Exception) -> None:
         raise error
 
     spool.submit("key", 1, produce)
-    with pytest.raises(CaptureFailed):
+    with pytest.raises(CaptureFailed, match=type(error).__name__):
         open_reader("memory", {"space": f"wrong-{error}"}).get(Handle("memory", "key"), 10)
     spool.submit("next", 1, make_record)
     assert open_reader("memory", {"space": f"wrong-{error}"}).get(Handle("memory", "next"), 10).dtype == "bfloat16"
     spool.close(10)
 
 
-def test_a_store_that_takes_nothing_is_reported_until_it_recovers() -> None:
-    writer, spool = make_spool("broken")
+@pytest.mark.parametrize("error", [StorageError("read-only file system"), KeyError("read-only")])
+def test_a_store_that_takes_nothing_is_reported_until_it_recovers(error: Exception) -> None:
+    """Whatever it raises: its threads live, and there is room again for what comes after."""
+    space = f"broken-{type(error).__name__}"
+    writer, spool = make_spool(space)
     writer.gate.set()
-    writer.broken = True
-    spool.submit("key", 1, make_record)
-    wait_until(lambda: spool.trouble is not None)
-    assert "read-only" in str(spool.trouble)
-    writer.broken = False
+    writer.broken = error
+    for key in ("a", "b", "c"):
+        spool.submit(key, 100, make_record)
+    wait_until(lambda: spool.state().waiting == 0)
+    assert "read-only" in str(spool.trouble) and spool.has_room(100)
+    writer.broken = None
     wait_until(lambda: spool.trouble is None)
-    with pytest.raises(CaptureFailed, match="read-only"):
-        open_reader("memory", {"space": "broken"}).get(Handle("memory", "key"), 0)
-    spool.close(10)
+    for key in ("a", "b", "c"):
+        with pytest.raises(CaptureFailed, match="read-only"):
+            open_reader("memory", {"space": space}).get(Handle("memory", key), 0)
+    spool.submit("next", 100, make_record)
+    assert open_reader("memory", {"space": space}).get(Handle("memory", "next"), 10).dtype == "bfloat16"
+    assert spool.close(10) == []
+
+
+def test_a_hook_that_fails_and_a_key_that_comes_twice_cost_no_thread() -> None:
+    def fail() -> None:
+        raise KeyError("surprise")
+
+    writer, spool = make_spool("hooks", threads=1, on_thread_start=fail, on_room=fail)
+    for key in ("twice", "twice", "last"):
+        spool.submit(key, 30, make_record)
+    writer.gate.set()
+    assert spool.close(10) == []
+    assert (spool.state().written, spool.state().waiting_bytes) == (3, 0)
 
 
 def test_a_record_that_could_not_be_copied_fails() -> None:

@@ -337,7 +337,8 @@ class _WorkerHalf:
     def _start(self, capture: Capture) -> None:
         try:
             copy = self._stager.copy(capture.blocks, len(capture.token_ids))
-        except (RuntimeError, MemoryError) as error:  # no memory for the copy: this record fails, the engine lives
+        except Exception as error:  # such as no memory for the copy: this record fails, the engine lives
+            log.exception("states could not be copied out of the cache key=%s", capture.key)
             self._spool.fail(capture.key, f"the states could not be copied out of the cache: {error}")
             self._released.add(capture.request_id)
             return
