@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 _AGAIN = "run the same command again: it goes on from its last checkpoint"
 _LOOK_S = 0.5
-"""Between two looks into the address book while no engine is there."""
+"""Between two looks into the address book: an engine that was started again is there under another address."""
 _ASIDE_S, _LONGEST_ASIDE_S = 0.5, 15.0
 _HOPELESS = 8
 """Requests that fail one after the other before the run is stopped; more, where more are in flight at once."""
@@ -81,6 +81,7 @@ class EnginePool:
         self._cause = "none was ever there"
         self._silent_since: float | None = None
         self._failed_rows = 0
+        self._looked_at = 0.0
         self._look()
 
     def states_of(self, row: Row) -> Tensor:
@@ -153,9 +154,11 @@ class EnginePool:
     def _choose(self) -> _Engine:
         with self._changed:
             while True:
+                now = time.monotonic()
+                if self._broken is None and now - self._looked_at >= _LOOK_S:
+                    self._look()
                 if self._broken is not None:
                     raise self._broken
-                now = time.monotonic()
                 ready = [engine for engine in self._engines.values() if engine.aside_until <= now]
                 if ready:
                     chosen = min(ready, key=lambda engine: engine.in_flight)
@@ -169,11 +172,11 @@ class EnginePool:
                     )
                     continue
                 self._changed.wait(_LOOK_S)
-                self._look()
 
     def _look(self) -> None:
         """Take over what the address book says by now; engines that it no longer lists are forgotten."""
         content = self._book.read()
+        self._looked_at = time.monotonic()
         for seat in [seat for seat, known in self._engines.items() if content.engines.get(seat) != known.server]:
             del self._engines[seat]  # its requests end by themselves
         for seat, server in content.engines.items():

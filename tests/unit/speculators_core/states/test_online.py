@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,20 @@ def test_one_of_two_engines_is_enough_and_the_other_is_set_aside(world: World):
         for position in range(29):
             assert torch.equal(stream.row(position).hidden_states, world.row(position).hidden_states)
     assert len(alive.asked) == 29
+
+
+def test_an_engine_that_was_started_again_gets_work_while_another_is_healthy(world: World):
+    first, other = world.engine("0"), world.engine("1")
+    stream = world.stream()
+    first.stop()
+    world.book.strike("0")
+    read(stream, 0)
+    again = world.engine("0")
+    deadline = time.monotonic() + 10
+    with ThreadPoolExecutor(4) as readers:
+        while not again.asked and time.monotonic() < deadline:
+            list(readers.map(partial(read, stream), range(1, 9)))
+    assert again.asked and other.asked
 
 
 def test_without_any_engine_the_cause_is_told_to_every_reader(world: World):
