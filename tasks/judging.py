@@ -14,7 +14,7 @@ from speculators_core.data.rows import RowSet
 from speculators_core.evaluation.records import Measurement, read_measurement
 from speculators_core.evaluation.report import EvaluationReport
 from speculators_core.lifecycle.gate import GateDecision, decide
-from speculators_core.lifecycle.matrix import GATE_TAG, Cell, Pair, cell_of
+from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG, Cell, Pair, cell_of
 from speculators_core.run import Run
 from speculators_core.stages import read_evaluation
 from speculators_core.store.manifest import sha256_json
@@ -73,25 +73,38 @@ def judge_version(
     note_cell(aliases, model, version, cell_here(run, verdict.candidate, verdict.decision, verdict.evaluations[0]))
     if incumbent is not None and verdict.incumbent is not None:
         pair = {"verifier_fingerprint": run.fingerprint.digest, "runtime_key": run.runtime.key}
-        if cell_of(aliases.tags(model, incumbent), **pair).outcome is None:  # it was never measured on this pair
+        if cell_of(tags := aliases.tags(model, incumbent), **pair).outcome is None:  # never measured on this pair
             alone = decide(verdict.incumbent, None, run.recipe.gate)
-            note_cell(aliases, model, incumbent, cell_here(run, verdict.incumbent, alone, verdict.evaluations[1]))
+            cell = cell_here(run, verdict.incumbent, alone, verdict.evaluations[1])
+            note_cell(aliases, model, incumbent, as_compared(cell, tags))
     return verdict
 
 
 def measure_version(run: Run, model: str, version: str, dataset: ArtifactRef) -> Cell:
-    """Measure a registered version on the recipe's verifier and runtime, and fill that cell of the matrix.
+    """Measure a registered version alone on the recipe's verifier and runtime, and fill that cell of the matrix.
 
     Raises:
         RegistryError: no such version, its files were changed, or MLflow is away.
     """
     aliases = open_aliases()
-    draft = fetch_draft(settings(), require_version(aliases, model, version), model, version)
+    tags = require_version(aliases, model, version)
+    draft = fetch_draft(settings(), tags, model, version)
     verdict = judge(run, draft, None, dataset)
     note_total_cost(run)
-    cell = cell_here(run, verdict.candidate, verdict.decision, verdict.evaluations[0])
+    cell = as_compared(cell_here(run, verdict.candidate, verdict.decision, verdict.evaluations[0]), tags)
+    if cell.outcome != verdict.decision.outcome:
+        log.warning(
+            "alone, version %s of %s would %s here; against version %s the gate said %s, so its cell is %s",
+            *(version, model, verdict.decision.outcome, tags[INCUMBENT_TAG], tags[GATE_TAG], cell.outcome),
+        )
     note_cell(aliases, model, version, cell)
     return cell
+
+
+def compared_with(aliases: MlflowAliases, model: str, version: str) -> str | None:
+    """The version that the gate held this one against; None where it held it against none, or that is gone."""
+    seen = aliases.tags(model, version).get(INCUMBENT_TAG)
+    return seen if seen in aliases.versions(model) else None
 
 
 def judge(run: Run, candidate: Draft, incumbent: Draft | None, dataset: ArtifactRef) -> Verdict:
@@ -164,6 +177,19 @@ def cell_here(run: Run, report: EvaluationReport, decision: GateDecision, evalua
     return Cell(
         pair=pair, outcome=decision.outcome, al=acceptance.al, prompts=acceptance.prompts, evaluation=evaluation
     )
+
+
+def as_compared(cell: Cell, tags: Mapping[str, str]) -> Cell:
+    """The cell of a version that was judged alone, no better than what the gate said of it against an incumbent.
+
+    There is one rule for what replaces what serves. A version that was once held against another and did not pass
+    keeps that outcome on its own pair, and is at most inconclusive on others, where nobody has compared the two.
+    """
+    said = tags.get(GATE_TAG)
+    if tags.get(INCUMBENT_TAG, NO_INCUMBENT) == NO_INCUMBENT or said == "pass" or cell.outcome == "fail":
+        return cell
+    own = cell.pair.key == (tags.get(FINGERPRINT_TAG), tags.get(RUNTIME_TAG))
+    return cell.model_copy(update={"outcome": said if own else "inconclusive"})
 
 
 def note_cell(aliases: MlflowAliases, model: str, version: str, cell: Cell) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,7 @@ from speculators_core.lifecycle.config import GateConfig
 from speculators_core.lifecycle.drift import Incident, read_incident
 from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG
 from speculators_core.lifecycle.plan import Facts, Plan, moved
-from speculators_core.lifecycle.promotion import CHAMPION, audit_log, may_serve
+from speculators_core.lifecycle.promotion import CHAMPION, audit_log, may_follow, served_by
 from speculators_core.run import Run, WarmStart
 from speculators_core.types import StrictModel
 from speculators_core.verifier.difference import PartChange, difference
@@ -69,7 +69,7 @@ class Situation:
     @cached_property
     def serving(self) -> str | None:
         """The version that serves."""
-        return serving_version(self.view, self.run.home)
+        return serving_version(self.view, self.run.home, lambda: self.run.runtime.key)
 
     @cached_property
     def proven(self) -> Proven | None:
@@ -141,19 +141,19 @@ class Situation:
         return WarmStart(digest=tags[DRAFT_TAG], path=None, head=head and same_tokens, before=began_from(tags))
 
 
-def serving_version(view: ModelView, home: Path) -> str | None:
+def serving_version(view: ModelView, home: Path, runtime_key: Callable[[], str]) -> str | None:
     """What serves by promotion's rules: `champion`, or what served before other hands moved it to an unproven version.
 
     Only looks: following such a move, and writing it down, is `promotion.settle`'s business.
+
+    Args:
+        runtime_key: of the runtime at hand; asked for only where other hands have moved the alias.
     """
     champion = view.version_of(CHAMPION)
-    moves = [entry for entry in audit_log(home, view.model) if entry.state == "done" and entry.action != "refuse"]
-    ours = moves[-1].to_version if moves else None
-    if champion == ours:
-        return champion
-    tags = view.tags.get(champion or "", {})
-    pair = {"verifier_fingerprint": tags.get(FINGERPRINT_TAG, ""), "runtime_key": tags.get(RUNTIME_TAG, "")}
-    if may_serve(tags, **pair)[0]:
+    ours = served_by(audit_log(home, view.model))
+    if champion is None or champion == ours:
+        return ours if ours in view.tags else None
+    if may_follow(view.tags[champion], ours, runtime_key=runtime_key())[0]:
         return champion
     return ours if ours in view.tags else None
 
@@ -265,7 +265,7 @@ def explain_model(model: str, runtime: Runtime) -> Staleness:
         VerifierError, EngineError: verifier or runtime cannot be read.
     """
     view, home = look(settings(), model), settings().home
-    version = serving_version(view, home)
+    version = serving_version(view, home, lambda: probe_runtime(runtime, home=home).key)
     if version is None:
         known = f"it has versions {', '.join(view.tags)}" if view.tags else "there is no such model"
         raise RegistryError(f"nothing of {model} serves: {known}", mend="name a recipe, or promote a version first")

@@ -38,7 +38,7 @@ from tasks.adapters.registry import DraftRegistry, VersionFacts, draft_is_kept
 from tasks.adapters.registry_view import look
 from tasks.adapters.settings import settings
 from tasks.events import GateRefused
-from tasks.judging import judge_version, noted_decision, verifier_name
+from tasks.judging import compared_with, judge_version, noted_decision, verifier_name
 from tasks.observe import flow_run_id, parent_run, tracking
 from tasks.planning import world_of
 from tasks.policies import stage_task
@@ -157,9 +157,9 @@ def promote_version(run: Run, registration: Registration, draft: ArtifactRef, da
     started = time.monotonic()
     model, version = registration.model, registration.version
     aliases = open_aliases()
-    serving = settle(aliases, model, pair=None, home=run.home).version
-    incumbent = None if serving in (None, version) else serving
+    serving = settle(aliases, model, runtime_key=run.runtime.key, home=run.home).version
     # what serves was compared with what served before it: judged again alone, that would be forgotten
+    incumbent = compared_with(aliases, model, version) if serving == version else serving
     decision = noted_decision(run, aliases.tags(model, version)) if serving == version else None
     if decision is None:
         decision = judge_version(run, aliases, (model, version), draft, dataset, incumbent).decision

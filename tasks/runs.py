@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
+from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 OVER = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED)
 BROKEN = (StateType.FAILED, StateType.CRASHED)
 MAX_ATTEMPTS = 3
+VOID = "void"
+"""Tag of a run that was ended, or did nothing, because its cause was gone: should that come again, so does a run."""
 DEPLOYMENT = "draftsmith"
 UPKEEP_DEPLOYMENT = f"keep-in-step/{DEPLOYMENT}"
 
@@ -44,7 +47,7 @@ def ensure_run(deployment: str, cause: str, parameters: Mapping[str, Any], tags:
     """Make sure that there is a run of a deployment for a cause, and only one that goes on or succeeded.
 
     A run that failed or crashed is followed by another attempt, MAX_ATTEMPTS in all; one that somebody cancelled is
-    not. Prefect's idempotency key keeps two watchers from starting it twice.
+    not; one that was void does not count. Prefect's idempotency key keeps two watchers from starting it twice.
 
     Args:
         deployment: as flow/name.
@@ -63,14 +66,15 @@ def ensure_run(deployment: str, cause: str, parameters: Mapping[str, Any], tags:
         mark = f"cause:{cause}"
         earlier = find_runs(client, [mark])
         attempt = len(earlier) + 1
-        if earlier:
-            last = earlier[-1]
+        if counted := [run for run in earlier if not is_void(run)]:
+            last = counted[-1]
             broken = last.state_type in BROKEN
-            if not broken or len(earlier) >= MAX_ATTEMPTS:
+            if not broken or len(counted) >= MAX_ATTEMPTS:
                 outcome: Outcome = "given up" if broken else "exists"
                 return StartedRun(outcome=outcome, run_id=str(last.id), attempt=len(earlier))
+        key = f"{cause}#{earlier[-1].id if earlier else 0}"
         run = client.create_flow_run_from_deployment(
-            known.id, parameters=dict(parameters), tags=[*tags, mark], idempotency_key=f"{cause}#{attempt}"
+            known.id, parameters=dict(parameters), tags=[*tags, mark], idempotency_key=key
         )
     log.info("started %s for %s: attempt %d, run %s", deployment, cause, attempt, run.id)
     return StartedRun(outcome="started", run_id=str(run.id), attempt=attempt)
@@ -82,7 +86,7 @@ def supersede(tag: str, cause: str | None) -> tuple[str, ...]:
     One that has not begun is cancelled at once; one that works is told to, and its hook ends its processes.
     """
     with get_client(sync_client=True) as client:
-        runs = [run for run in find_runs(client, [tag]) if run.state_type not in OVER]
+        runs = find_runs(client, [tag], going_on=True)
         void = [run for run in runs if cause is None or f"cause:{cause}" not in run.tags]
         for run in void:
             cancel_run(client, run, "a newer change made it void")
@@ -92,20 +96,43 @@ def supersede(tag: str, cause: str | None) -> tuple[str, ...]:
 def cancel_children(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Hook of a flow that starts runs of deployments: they end with it."""
     with get_client(sync_client=True) as client:
-        for run in find_runs(client, [f"parent:{flow_run.id}"]):
-            if run.state_type not in OVER:
-                cancel_run(client, run, "the run that started it was cancelled or crashed")
+        for run in find_runs(client, [f"parent:{flow_run.id}"], going_on=True):
+            cancel_run(client, run, "the run that started it was cancelled or crashed")
+
+
+def is_void(run: FlowRun) -> bool:
+    """Whether a run ended, or is ending, because its cause was gone. One that was marked and goes on is not void."""
+    return VOID in run.tags and run.state_type in (*OVER, StateType.CANCELLING)
+
+
+def mark_void(client: SyncPrefectClient, run: FlowRun) -> None:
+    """Mark a run as void; its end is another matter."""
+    client.update_flow_run(run.id, tags=sorted({*run.tags, VOID}))
+
+
+def void_own_run(run_id: str) -> None:
+    """Say of the run that we are in that its cause was gone when it began."""
+    with get_client(sync_client=True) as client:
+        mark_void(client, client.read_flow_run(UUID(run_id)))
 
 
 def cancel_run(client: SyncPrefectClient, run: FlowRun, why: str) -> None:
-    """Cancel a run: at once where nothing works for it yet, else through its runner."""
+    """Cancel a run whose cause is gone: at once where nothing works for it yet, else through its runner."""
     begun = run.state_type in (StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED)
-    if run.state_type != StateType.CANCELLING:
+    if run.state_type != StateType.CANCELLING:  # somebody's cancel stays theirs
         log.info("cancelling run %s: %s", run.id, why)
+        mark_void(client, run)  # first: cut off after this, it is cancelled by whoever comes next
         client.set_flow_run_state(run.id, Cancelling(message=why) if begun else Cancelled(message=why))
 
 
-def find_runs(client: SyncPrefectClient, tags: Sequence[str]) -> list[FlowRun]:
-    """Runs that have all these tags, the oldest first."""
-    wanted = FlowRunFilter.model_validate({"tags": {"all_": list(tags)}})
-    return list(client.read_flow_runs(flow_run_filter=wanted, sort=FlowRunSort.EXPECTED_START_TIME_ASC, limit=200))
+def find_runs(client: SyncPrefectClient, tags: Sequence[str], *, going_on: bool = False) -> list[FlowRun]:
+    """All runs, or all that are not over, that have all these tags, the oldest first."""
+    asked: dict[str, Any] = {"tags": {"all_": list(tags)}}
+    if going_on:
+        asked["state"] = {"type": {"not_any_": OVER}}
+    wanted = FlowRunFilter.model_validate(asked)
+    found: list[FlowRun] = []
+    oldest_first = FlowRunSort.EXPECTED_START_TIME_ASC
+    while page := client.read_flow_runs(flow_run_filter=wanted, sort=oldest_first, offset=len(found)):
+        found += page  # as many as the server calls a page
+    return found

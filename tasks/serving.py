@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from speculators_core.engine.runtime import Runtime, RuntimeInfo
 from speculators_core.errors import ConfigError, RegistryError, VerifierError
 from speculators_core.lifecycle.matrix import cell_of
-from speculators_core.lifecycle.promotion import CHAMPION, audit_log, may_serve, settle
+from speculators_core.lifecycle.promotion import CHAMPION, audit_log, forced_by, may_serve, settle
 from speculators_core.serving.config import ServeConfig
 from speculators_core.serving.events import EventSink
 from speculators_core.serving.fleet import Fleet
@@ -72,8 +72,13 @@ class RegistrySource:
             return named
         if named is not None and named == self._settled:
             return named
-        pair = None if named is None else self._pair(named)
-        settled = settle(self._aliases, self._model, pair=pair, home=self._home)
+        settled = settle(
+            self._aliases,
+            self._model,
+            runtime_key=self._runtime.key,
+            fingerprint=None if named is None else self._fingerprint(named),
+            home=self._home,
+        )
         if settled.version is None:
             raise RegistryError(
                 f"nothing of {self._model} serves yet{f': {settled.reason}' if named else ''}",
@@ -90,10 +95,10 @@ class RegistrySource:
         A version that was promoted by force is let in against the gate's word, never with another verifier.
         """
         tags = require_version(self._aliases, self._model, version)
-        forced_by = self._forced_by(version)
+        forcer = forced_by(audit_log(self._home, self._model), version)
         found = check_pair(tags, self._model, version, verifier=self._verifier, must_match=True)
         allowed, reason = may_serve(tags, verifier_fingerprint=found, runtime_key=self._runtime.key)
-        if not allowed and forced_by is None:
+        if not allowed and forcer is None:
             raise RegistryError(
                 f"version {version} of {self._model} may not serve on vLLM {self._runtime.vllm}: {reason}"
                 f" (it was measured on vLLM {tags.get('vllm.version', '-')})",
@@ -111,7 +116,7 @@ class RegistrySource:
             draft=draft,
             draft_files={path.name: sha256_file(path) for path in sorted(draft.iterdir()) if path.is_file()},
             al=al,
-            forced_by=None if allowed else forced_by,
+            forced_by=None if allowed else forcer,
             trust_remote_code=self._trust_remote_code,
         )
 
@@ -120,23 +125,17 @@ class RegistrySource:
         if self._alias == CHAMPION and self._aliases.get_alias(self._model, CHAMPION) == version:
             rollback_model(self._model, why=why, version=version, who=_WHO)
 
-    def _pair(self, version: str) -> tuple[str, str] | None:
-        """Fingerprint of the version's verifier as it lies here, and our runtime; None where the version is gone."""
+    def _fingerprint(self, version: str) -> str | None:
+        """Fingerprint of the version's verifier as it lies here; None where the version is gone."""
         try:
             tags = require_version(self._aliases, self._model, version)
         except RegistryError:
             return None
         try:
-            found = check_pair(tags, self._model, version, verifier=self._verifier, must_match=False)
+            return check_pair(tags, self._model, version, verifier=self._verifier, must_match=False)
         except VerifierError as error:
             log.warning("%s", error.what)
-            found = "gone"
-        return found, self._runtime.key
-
-    def _forced_by(self, version: str) -> str | None:
-        """Who promoted it by force last."""
-        moves = [move for move in audit_log(self._home, self._model) if move.to_version == version]
-        return moves[-1].who if moves and moves[-1].forced else None
+            return "gone"
 
 
 def serve_model(source: RegistrySource, model: str, config: ServeConfig, runtime: Runtime, tell: EventSink) -> None:

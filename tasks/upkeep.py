@@ -19,7 +19,7 @@ from tasks.observe import flow_run_id
 from tasks.planning import Situation, world_of
 from tasks.policies import stage_task
 from tasks.requests import BackfillRequest, UpkeepRequest
-from tasks.runs import UPKEEP_DEPLOYMENT, ensure_run
+from tasks.runs import UPKEEP_DEPLOYMENT, ensure_run, void_own_run
 from tasks.versions import fetch_draft, open_aliases, require_version
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def measure_incumbent(recipe: Recipe, dataset: ArtifactRef) -> Incumbent | None:
     run = Run(recipe, settings().home)
     if not registry_exists():
         return None
-    version = settle(open_aliases(), recipe.deployment, pair=None, home=run.home).version
+    version = settle(open_aliases(), recipe.deployment, runtime_key=run.runtime.key, home=run.home).version
     if version is None:
         return None
     cell = measure_version(run, recipe.deployment, version, dataset)
@@ -95,6 +95,8 @@ def decide_now(request: UpkeepRequest) -> tuple[Recipe, Action]:
     situation = Situation.of(recipe)
     if request.expected is not None and situation.world.verifier.digest != request.expected:
         log.info("the verifier has changed again since this run was asked for: another run sees to that")
+        if own := flow_run_id():
+            void_own_run(own)
         return recipe, "nothing"
     action = situation.decision.action if request.action == "auto" else request.action
     log.info("action=%s because %s", action, "; ".join(situation.decision.reasons) or "it was asked for")

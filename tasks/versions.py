@@ -18,6 +18,7 @@ from speculators_core.lifecycle.promotion import (
     AuditEntry,
     Promotion,
     audit_log,
+    forced_by,
     settle,
 )
 from speculators_core.lifecycle.promotion import promote as move_champion
@@ -125,7 +126,7 @@ def promote_by_name(
     tags = require_version(aliases, model, version)
     found = check_pair(tags, model, version, verifier=verifier, must_match=not force)
     fetch_draft(settings(), tags, model, version)
-    expected = settle(aliases, model, pair=None, home=settings().home).version
+    expected = settle(aliases, model, runtime_key=runtime_key, home=settings().home).version
     if not force and version != expected and (seen := tags.get(INCUMBENT_TAG)) is not None:
         expected = None if seen == NO_INCUMBENT else seen
     moved = move_champion(
@@ -151,10 +152,11 @@ def rollback_model(
 
     Args:
         version: only if this one still is the champion · who: for the audit log; None: whoever runs us.
-        check: see first that the draft's files are whole and its verifier lies unchanged where the pair has it.
+        check: see first that the draft's files are whole, that its verifier lies unchanged where the pair has it, and
+            that serving would let it in: the gate passed it on this verifier, or it was promoted by force.
 
     Raises:
-        RegistryError: nothing to roll back to, files were changed, MLflow is away.
+        RegistryError: nothing to roll back to, it may not serve, files were changed, MLflow is away.
         VerifierError: the pair's verifier is gone or has changed.
     """
     started = time.monotonic()
@@ -164,7 +166,14 @@ def rollback_model(
 
     def look(version: str, tags: Mapping[str, str]) -> None:
         if check:
-            check_pair(tags, model, version, verifier=None, must_match=True)
+            found = check_pair(tags, model, version, verifier=None, must_match=True)
+            proven = any(cell.state == "proven" and cell.pair.verifier_fingerprint == found for cell in cells(tags))
+            if not proven and forced_by(audit_log(settings().home, model), version) is None:
+                raise RegistryError(
+                    f"version {version} of {model}, which served before, may not serve: the gate has passed it on no "
+                    "runtime with its verifier",
+                    mend="promote another version by name (`draftsmith history MODEL` shows them)",
+                )
             fetch_draft(settings(), tags, model, version)
 
     moved = move_back(

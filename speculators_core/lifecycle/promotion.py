@@ -11,12 +11,10 @@ that the log does not know was made by somebody else's hand: `settle` follows it
 
 from __future__ import annotations
 
-import fcntl
 import os
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -25,6 +23,7 @@ from pydantic import Field, ValidationError
 from speculators_core.engine.runtime import UNTESTED
 from speculators_core.errors import RegistryError
 from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG, cell_of
+from speculators_core.locks import file_lock
 from speculators_core.types import StrictModel
 
 __all__ = [
@@ -39,14 +38,20 @@ __all__ = [
     "Promotion",
     "Settled",
     "audit_log",
+    "forced_by",
+    "may_follow",
     "may_serve",
     "promote",
     "rollback",
+    "served_by",
     "settle",
 ]
 
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 Action = Literal["promote", "rollback", "follow", "refuse"]
+
+_LOCK_TIMEOUT_S = 30.0
+"""How long a promoter that was stopped may hold up another, or a supervisor."""
 
 
 class AliasRegistry(Protocol):
@@ -127,6 +132,23 @@ def may_serve(tags: Mapping[str, str], *, verifier_fingerprint: str, runtime_key
     return False, "it is untested on this verifier and runtime: the gate has not looked"
 
 
+def may_follow(
+    tags: Mapping[str, str], served: str | None, *, runtime_key: str, fingerprint: str | None = None
+) -> tuple[bool, str]:
+    """Whether a version that other hands made champion now serves, by its tags, and why not.
+
+    Args:
+        served: what served before, by the log. Where the log knows of nothing, the alias may have been moved from
+            another state root: who only asks what serves then follows it if it is proven where it was registered.
+        runtime_key: of the runtime at hand.
+        fingerprint: of the version's verifier as it lies here; None: as it was registered.
+    """
+    if fingerprint is None:
+        fingerprint = tags.get(FINGERPRINT_TAG, "")
+        runtime_key = tags.get(RUNTIME_TAG, "") if served is None else runtime_key
+    return may_serve(tags, verifier_fingerprint=fingerprint, runtime_key=runtime_key)
+
+
 def promote(
     registry: AliasRegistry,
     model: str,
@@ -146,27 +168,29 @@ def promote(
 
     Args:
         expected: the version that the gate compared with; None where nothing served.
-        force: promote against `may_serve`; the audit entry says so, with `who`.
+        force: promote against `may_serve`; the audit entry says so, with `who`, also where the version serves already.
 
     Raises: RegistryError when another promotion came first, or the version may not serve.
     """
     with _locked(home, model):
         _finish(registry, model, home)
-        serving = _settle(registry, model, None, home)
+        serving = _settle(registry, model, home, runtime_key=runtime_key)
         tags = registry.tags(model, version)
+        allowed, reason = may_serve(tags, verifier_fingerprint=verifier_fingerprint, runtime_key=runtime_key)
+        entry = _entry(model, "promote", serving.version, version, who, why, forced=None if allowed else reason)
         if serving.version == version == serving.alias:
+            if force and not allowed:  # it may have come to serve by a proof for something else
+                _append(home, entry.model_copy(update={"state": "done"}))
             return Promotion(model=model, version=version, displaced=None, changed=False)
         if serving.version != expected:
             raise RegistryError(
                 f"the champion of {model} is {_named(serving.version)}, not {_named(expected)} as the gate saw it",
                 mend="evaluate the candidate against the present champion, then promote again",
             )
-        allowed, reason = may_serve(tags, verifier_fingerprint=verifier_fingerprint, runtime_key=runtime_key)
         if not allowed and not force:
             raise RegistryError(
                 f"version {version} of {model} may not serve: {reason}", mend="test it on this verifier and runtime"
             )
-        entry = _entry(model, "promote", expected, version, who, why, forced=None if allowed else reason)
         _move(registry, home, entry)
         return Promotion(model=model, version=version, displaced=expected, changed=True)
 
@@ -200,7 +224,7 @@ def rollback(
                 f"the champion of {model} is {_named(champion)}, not {_named(expected)}: it was moved meanwhile",
                 mend="look at `draftsmith history` before rolling back",
             )
-        before = [_served(entries), registry.get_alias(model, PREVIOUS)]  # a hand-made move is undone first
+        before = [served_by(entries), registry.get_alias(model, PREVIOUS)]  # a hand-made move is undone first
         known = [version for version in before if version is not None and version != champion]
         tags = {version: found for version in known if (found := _tags_or_none(registry, model, version)) is not None}
         if not tags:
@@ -215,19 +239,20 @@ def rollback(
         return _promotion(entry)
 
 
-def settle(registry: AliasRegistry, model: str, *, pair: tuple[str, str] | None, home: Path) -> Settled:
+def settle(
+    registry: AliasRegistry, model: str, *, runtime_key: str, fingerprint: str | None = None, home: Path
+) -> Settled:
     """Which version serves now, moves by other hands included; what serving asks before it follows the alias.
 
-    A hand-made move is followed where the version is proven for the pair: it then counts as a promotion. Else what
-    served goes on serving. Either is written to the audit log, once.
+    A hand-made move is followed where `may_follow` says so: it then counts as a promotion. Else what served goes on
+    serving. Either is written to the audit log, once.
 
     Args:
-        pair: fingerprint of the verifier and key of the runtime at hand; None: those that the version was registered
-            for, where one asks what serves and has no engine at hand.
+        runtime_key, fingerprint: the pair at hand; as for `may_follow`.
     """
     with _locked(home, model):
         _finish(registry, model, home)
-        return _settle(registry, model, pair, home)
+        return _settle(registry, model, home, runtime_key=runtime_key, fingerprint=fingerprint)
 
 
 def audit_log(home: Path, model: str) -> tuple[AuditEntry, ...]:
@@ -255,10 +280,16 @@ def audit_log(home: Path, model: str) -> tuple[AuditEntry, ...]:
     return tuple(entries)
 
 
-def _served(entries: Sequence[AuditEntry]) -> str | None:
+def served_by(entries: Sequence[AuditEntry]) -> str | None:
     """The version that serves by the log: where the last finished move led."""
     done = [entry for entry in entries if entry.state == "done" and entry.action != "refuse"]
     return done[-1].to_version if done else None
+
+
+def forced_by(entries: Sequence[AuditEntry], version: str) -> str | None:
+    """Who promoted a version by force, if its last promotion was by force; a rollback onto it takes nothing away."""
+    promotions = [e for e in entries if (e.action, e.state, e.to_version) == ("promote", "done", version)]
+    return promotions[-1].who if promotions and promotions[-1].forced else None
 
 
 def _move(registry: AliasRegistry, home: Path, entry: AuditEntry) -> None:
@@ -291,9 +322,11 @@ def _finish(registry: AliasRegistry, model: str, home: Path) -> AuditEntry | Non
     return entries[-1]
 
 
-def _settle(registry: AliasRegistry, model: str, pair: tuple[str, str] | None, home: Path) -> Settled:
+def _settle(
+    registry: AliasRegistry, model: str, home: Path, *, runtime_key: str, fingerprint: str | None = None
+) -> Settled:
     champion, entries = registry.get_alias(model, CHAMPION), audit_log(home, model)
-    served = _served(entries)
+    served = served_by(entries)
     if champion == served:
         return Settled(version=served, alias=champion, reason="the last move was ours", news=False)
     allowed, reason = False, "the alias was removed"
@@ -302,8 +335,7 @@ def _settle(registry: AliasRegistry, model: str, pair: tuple[str, str] | None, h
         if tags is None:
             reason = "there is no such version"
         else:
-            fingerprint, runtime = pair or (tags.get(FINGERPRINT_TAG, ""), tags.get(RUNTIME_TAG, ""))
-            allowed, reason = may_serve(tags, verifier_fingerprint=fingerprint, runtime_key=runtime)
+            allowed, reason = may_follow(tags, served, runtime_key=runtime_key, fingerprint=fingerprint)
     action: Action = "follow" if allowed else "refuse"
     why = f"`{CHAMPION}` was moved by other hands: {reason}"
     entry = _entry(model, action, served, champion, "unknown", why)
@@ -351,8 +383,8 @@ def _promotion(entry: AuditEntry) -> Promotion:
 def _append(home: Path, entry: AuditEntry) -> None:
     path = _audit_path(home)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # other models append here too
+    # other models append here too
+    with file_lock(home / "locks", "promotions", timeout_s=_LOCK_TIMEOUT_S), path.open("a+b") as file:
         size = file.seek(0, os.SEEK_END)
         if size:
             file.seek(size - 1)
@@ -368,14 +400,9 @@ def _audit_path(home: Path) -> Path:
     return home / "promotions.jsonl"
 
 
-@contextmanager
-def _locked(home: Path, model: str) -> Iterator[None]:
-    """One promotion of a model at a time; the lock dies with its holder."""
-    path = home / "locks" / f"promotion-{re.sub(r'[^A-Za-z0-9._-]', '_', model)}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _locked(home: Path, model: str) -> AbstractContextManager[None]:
+    """One promotion of a model at a time."""
+    return file_lock(home / "locks", f"promotion-{model}", timeout_s=_LOCK_TIMEOUT_S)
 
 
 def _named(version: str | None) -> str:

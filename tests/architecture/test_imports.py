@@ -14,7 +14,7 @@ CONNECTORS = ROOT / "hs_connectors" / "src"
 # lowest first; a module may import its own layer and the ones below
 CORE_LAYERS = (
     {"types", "errors"},
-    {"supervisor", "store", "provenance"},
+    {"supervisor", "store", "provenance", "locks"},
     {"processes"},
     {"engine", "formats", "verifier", "losses", "metrics"},
     {"states", "data"},

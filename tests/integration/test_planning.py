@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from speculators_core.config import load_recipe
 from speculators_core.errors import RegistryError
 from speculators_core.lifecycle.promotion import settle
+from speculators_core.run import Run
 from tasks.adapters.aliases import MlflowAliases
 from tasks.adapters.registry_view import look
 from tasks.adapters.tracking import Tracking
@@ -130,11 +131,15 @@ def test_what_other_hands_moved_to_an_unproven_version_does_not_count(world: Wor
     world.register()
     unproven = world.register(**{"gate.outcome": "fail"})
     home = world.home
-    assert serving_version(look(world.settings, MODEL), home) is None, "nothing of ours ever served here"
+    elsewhere = "e" * 64
+    here = Run(load_recipe(world.recipe), home).runtime.key
+    assert serving_version(look(world.settings, MODEL), home, lambda: here) is None, "nothing of ours ever served here"
     tracking = Tracking(world.settings)
     tracking.client.set_registered_model_alias(MODEL, "champion", "1")
     registry = MlflowAliases(tracking, actor="test")
-    settle(registry, MODEL, pair=None, home=home)
-    registry.set_alias(MODEL, "champion", unproven)
-    assert serving_version(look(world.settings, MODEL), home) == "1"
-    assert settle(registry, MODEL, pair=None, home=home).version == "1", "promotion says the same"
+    settle(registry, MODEL, runtime_key=here, home=home)
+    other = world.register(**{"runtime.key": elsewhere})
+    for version, runtime, serving in ((unproven, here, "1"), (other, here, "1"), (other, elsewhere, other)):
+        registry.set_alias(MODEL, "champion", version)
+        assert serving_version(look(world.settings, MODEL), home, lambda key=runtime: key) == serving
+        assert settle(registry, MODEL, runtime_key=runtime, home=home).version == serving, "promotion says the same"

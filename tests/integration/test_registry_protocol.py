@@ -95,13 +95,13 @@ def test_a_champion_moved_in_mlflows_own_pages_is_followed_only_when_proven(home
     promote(aliases, chat, "1", expected=None, who="t", why="first", home=home, **PAIR)
 
     client.set_registered_model_alias(chat, CHAMPION, "3")
-    found = [settle(aliases, chat, pair=(FINGERPRINT, RUNTIME), home=home) for _ in range(2)]
+    found = [settle(aliases, chat, fingerprint=FINGERPRINT, runtime_key=RUNTIME, home=home) for _ in range(2)]
     assert [(one.version, one.alias, one.news) for one in found] == [("1", "3", True), ("1", "3", False)]
     client.set_registered_model_alias(chat, CHAMPION, "2")
-    assert settle(aliases, chat, pair=(FINGERPRINT, RUNTIME), home=home).version == "2"
+    assert settle(aliases, chat, fingerprint=FINGERPRINT, runtime_key=RUNTIME, home=home).version == "2"
     assert aliases.get_alias(chat, PREVIOUS) == "1"
     client.delete_model_version(chat, "2")  # MLflow takes its aliases with it
-    gone = settle(aliases, chat, pair=(FINGERPRINT, RUNTIME), home=home)
+    gone = settle(aliases, chat, fingerprint=FINGERPRINT, runtime_key=RUNTIME, home=home)
     assert (gone.version, gone.alias, gone.news) == ("2", None, True)
     assert rollback(aliases, chat, expected=None, who="t", why="gone", home=home).version == "1"
     actions = [entry.action for entry in audit_log(home, chat) if entry.state == "done"]
@@ -377,6 +377,30 @@ def test_serving_admits_nothing_that_does_not_match(home: Path, verifier: Path, 
     verifier.rename(verifier.with_name("moved"))
     with pytest.raises(VerifierError, match="cannot be used"):
         source(chat).admit(one)
+
+
+def test_a_rollback_onto_what_was_promoted_by_force_serves_and_one_onto_a_failure_is_refused(
+    home: Path, verifier: Path, chat: str
+) -> None:
+    one, bad, two = (
+        register(home, verifier, chat, content, runtime_key=HERE.key, gate_outcome=outcome)
+        for content, outcome in ((b"one", "pass"), (b"bad", "fail"), (b"two", "pass"))
+    )
+    versions.promote_by_name(chat, one, HERE.key)
+    versions.promote_by_name(chat, bad, HERE.key, force=True, why="to see it fail")
+    versions.promote_by_name(chat, two, HERE.key)
+    assert versions.rollback_model(chat).version == bad
+    assert source(chat).admit(source(chat).wanted()).forced_by == versions.actor()
+
+    versions.promote_by_name(chat, two, HERE.key)
+    aliases = versions.open_aliases()
+    versions.promote_by_name(chat, one, HERE.key)
+    aliases.set_tags(chat, two, {"gate.outcome": "fail"})  # measured again since
+    with pytest.raises(RegistryError, match=f"version {two} of {chat}, which served before, may not serve"):
+        versions.rollback_model(chat)
+    assert aliases.get_alias(chat, CHAMPION) == one
+    assert not versions.promote_by_name(chat, one, "n" * 64, force=True, why="a new vLLM").changed
+    assert source(chat, vllm="0.31.0").admit(one).forced_by == versions.actor(), "said again where it serves already"
 
 
 def test_serving_follows_other_hands_into_proven_cells_only(home: Path, verifier: Path, chat: str) -> None:

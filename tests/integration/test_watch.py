@@ -29,7 +29,8 @@ def run(name: str, root: Path, **variables: str) -> Steps:
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    return run("story", tmp_path_factory.mktemp("watch") / "world")
+    pages_of_two = {"PREFECT_SERVER_API_DEFAULT_LIMIT": "2"}
+    return run("story", tmp_path_factory.mktemp("watch") / "world", **pages_of_two)
 
 
 def step(steps: Steps, name: str) -> dict[str, Any]:
@@ -75,6 +76,17 @@ def test_another_engine_is_a_change_and_one_taken_back_ends_its_run(steps: Steps
     assert back["states"][engine["run"]] == "Cancelled"
 
 
+def test_a_change_that_comes_again_is_answered_again(steps: Steps) -> None:
+    for first, again in (("another engine", "another engine again"), ("weights changed", "the weights again")):
+        before, after = step(steps, first), step(steps, again)
+        assert (after["action"], after["outcome"]) == (before["action"], "started")
+        assert after["run"] != before["run"]
+        assert (after["states"][before["run"]], after["states"][after["run"]]) == ("Cancelled", "Scheduled")
+    assert step(steps, "gone when it began")["outcomes"] == ["started", "started", "exists"], (
+        "such a run had done nothing"
+    )
+
+
 def test_what_cannot_be_looked_at_fails_the_watch_after_the_others_were_seen_to(steps: Steps) -> None:
     found = step(steps, "one is broken")
     assert found["state"] == "Failed" and "1 of 2 recipes" in found["message"] and "gone" in found["message"]
@@ -90,7 +102,7 @@ def test_a_backfill_starts_every_pair_and_ends_with_its_parent(steps: Steps) -> 
 
 def test_each_change_is_one_typed_event(steps: Steps) -> None:
     found = step(steps, "events")
-    assert found["names"].count("engine.changed") == 1 and found["names"].count("verifier.changed") >= 3
+    assert found["names"].count("engine.changed") == 2 and found["names"].count("verifier.changed") >= 3
     first = found["payloads"][0]
     assert first["deployment"] == "chat" and first["version"] == "1" and first["changes"] == ["weights"]
 

@@ -40,12 +40,15 @@ def story(root: str) -> None:
         first = world.register()
         api.wait()
         from prefect.client.orchestration import get_client
+        from prefect.flow_engine import run_flow
         from prefect.states import Failed
 
         from flows.deploy import deployments
+        from flows.upkeep import keep_in_step
         from flows.watch import watch
         from tasks.deploying import apply, differences
-        from tasks.runs import find_runs
+        from tasks.requests import UpkeepRequest
+        from tasks.runs import UPKEEP_DEPLOYMENT, ensure_run, find_runs
         from tasks.site import Site, Watch
 
         recipe = str(world.recipe)
@@ -98,6 +101,17 @@ def story(root: str) -> None:
         look("another engine")
         runtime.version = "0.32.0"
         look("taken back")
+        runtime.version = "0.33.0"
+        look("another engine again")
+        runtime.version = "0.32.0"
+        world.train_verifier(2.0)
+        look("the weights again")
+        gone = {"request": UpkeepRequest(recipe=recipe, expected="f" * 64).model_dump(mode="json")}
+        asked = [ensure_run(UPKEEP_DEPLOYMENT, "gone", gone, [])]
+        with get_client(sync_client=True) as client:
+            run_flow(keep_in_step, flow_run=client.read_flow_run(UUID(asked[0].run_id)))  # as a worker would
+        asked += [ensure_run(UPKEEP_DEPLOYMENT, "gone", gone, []) for _ in range(2)]
+        note("gone when it began", outcomes=[run.outcome for run in asked])
         assert first == "1"
 
         broken = world.root / "broken.yaml"
@@ -109,7 +123,7 @@ def story(root: str) -> None:
         note("one is broken", state=state.name, message=str(state.message), last=seen)
         shutil.copy(world.recipe, world.root / "copy.yaml")
         backfilled(world)
-        emitted()
+        emitted(least=8)
 
 
 def drifted(root: str) -> None:
@@ -228,7 +242,7 @@ def backfilled(world: World) -> None:
     note("backfill", started=len(started), runs=len(runs), further=further, states=sorted(states))
 
 
-def emitted(least: int = 4) -> None:
+def emitted(least: int) -> None:
     """Which events of ours the server has."""
     import httpx
     from prefect.events.worker import EventsWorker

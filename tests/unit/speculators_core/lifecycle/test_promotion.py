@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from speculators_core.errors import RegistryError
+from speculators_core.lifecycle import promotion
 from speculators_core.lifecycle.promotion import (
     CHALLENGER,
     CHAMPION,
@@ -18,11 +20,13 @@ from speculators_core.lifecycle.promotion import (
     RUNTIME_TAG,
     Promotion,
     audit_log,
+    forced_by,
     may_serve,
     promote,
     rollback,
     settle,
 )
+from speculators_core.locks import file_lock
 
 GOOD = {FINGERPRINT_TAG: "f" * 64, RUNTIME_TAG: "r" * 64, GATE_TAG: "pass"}
 
@@ -198,20 +202,20 @@ def test_whoever_comes_next_finishes_what_was_cut_off(registry, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         move(registry, "2", "1", tmp_path)
     registry.lives = 100
-    assert settle(registry, "chat", pair=None, home=tmp_path).version == "2"
+    assert settle(registry, "chat", runtime_key="r" * 64, home=tmp_path).version == "2"
     assert registry.get_alias("chat", PREVIOUS) == "1"
     assert rollback(registry, "chat", expected="2", who="t", why="w", home=tmp_path).version == "1"
 
 
-PAIR = ("f" * 64, "r" * 64)
+PAIR = {"fingerprint": "f" * 64, "runtime_key": "r" * 64}
 
 
 def test_a_proven_version_that_other_hands_made_champion_is_followed_and_can_be_rolled_back(registry, tmp_path):
     move(registry, "1", None, tmp_path)
     registry.set_alias("chat", CHAMPION, "2")
-    found = settle(registry, "chat", pair=PAIR, home=tmp_path)
+    found = settle(registry, "chat", **PAIR, home=tmp_path)
     assert (found.version, found.alias, found.news) == ("2", "2", True)
-    assert not settle(registry, "chat", pair=PAIR, home=tmp_path).news
+    assert not settle(registry, "chat", **PAIR, home=tmp_path).news
     entry = audit_log(tmp_path, "chat")[-1]
     assert (entry.action, entry.from_version, entry.to_version, entry.state) == ("follow", "1", "2", "done")
     assert rollback(registry, "chat", expected="2", who="t", why="w", home=tmp_path).version == "1"
@@ -227,7 +231,7 @@ def test_an_unproven_champion_by_other_hands_changes_nothing_but_the_log_once(re
     else:
         registry.set_alias("chat", CHAMPION, moved_to)
     for news in (True, False, False):
-        found = settle(registry, "chat", pair=PAIR, home=tmp_path)
+        found = settle(registry, "chat", **PAIR, home=tmp_path)
         assert (found.version, found.alias, found.news) == ("2", moved_to, news)
     entries = audit_log(tmp_path, "chat")
     assert [entry.action for entry in entries].count("refuse") == 1
@@ -273,8 +277,8 @@ def test_a_registry_that_is_away_is_no_verdict_on_a_version(registry, tmp_path):
     away = Away(registry.versions)
     away.aliases = registry.aliases
     with pytest.raises(RegistryError, match="away"):
-        settle(away, "chat", pair=PAIR, home=tmp_path)
-    assert settle(registry, "chat", pair=PAIR, home=tmp_path).version == "2"
+        settle(away, "chat", **PAIR, home=tmp_path)
+    assert settle(registry, "chat", **PAIR, home=tmp_path).version == "2"
 
 
 def test_a_rollback_to_a_version_that_is_gone_moves_nothing(registry, tmp_path):
@@ -297,7 +301,7 @@ def test_a_clock_that_jumps_back_changes_no_order(registry, tmp_path, monkeypatc
     monkeypatch.setattr("speculators_core.lifecycle.promotion.time.time", lambda: next(moments))
     move(registry, "1", None, tmp_path)
     move(registry, "2", "1", tmp_path)
-    assert settle(registry, "chat", pair=PAIR, home=tmp_path).version == "2"
+    assert settle(registry, "chat", **PAIR, home=tmp_path).version == "2"
     rollback(registry, "chat", expected="2", who="t", why="w", home=tmp_path)
     assert [entry.to_version for entry in audit_log(tmp_path, "chat")] == ["1", "1", "2", "2", "1", "1"]
 
@@ -311,3 +315,67 @@ def test_a_line_of_the_audit_log_that_is_none_of_ours_is_named_and_nothing_moves
     with pytest.raises(RegistryError, match="line 1 of the audit log"):
         move(registry, "2", "1", tmp_path)
     assert registry.get_alias("chat", "champion") == "1" and log.read_bytes() == before
+
+
+OLD_RUNTIME = "o" * 64
+ELSEWHERE = {**GOOD, RUNTIME_TAG: OLD_RUNTIME}
+
+
+def test_who_asks_what_serves_follows_other_hands_only_where_the_version_is_proven_on_the_runtime_at_hand(
+    registry, tmp_path
+):
+    registry.versions["old"] = ELSEWHERE
+    move(registry, "1", None, tmp_path)
+    move(registry, "2", "1", tmp_path)
+    registry.set_alias("chat", CHAMPION, "old")
+    assert settle(registry, "chat", runtime_key="r" * 64, home=tmp_path).version == "2"
+    assert audit_log(tmp_path, "chat")[-1].action == "refuse"
+    assert move(registry, "3", "2", tmp_path).displaced == "2", "a candidate replaces what really serves"
+    assert registry.get_alias("chat", PREVIOUS) == "2"
+    registry.set_alias("chat", CHAMPION, "old")
+    assert settle(registry, "chat", runtime_key=OLD_RUNTIME, home=tmp_path).version == "old"
+
+
+def test_what_another_state_root_promoted_elsewhere_counts_for_who_asks_and_not_for_who_serves(registry, tmp_path):
+    registry.versions["old"] = ELSEWHERE
+    move(registry, "1", None, tmp_path / "other")
+    registry.set_alias("chat", CHAMPION, "old")
+    assert settle(registry, "chat", **PAIR, home=tmp_path).version is None
+    assert settle(registry, "chat", runtime_key="r" * 64, home=tmp_path).version == "old"
+
+
+def test_what_was_promoted_by_force_keeps_its_permission_through_a_rollback_and_force_can_be_said_again(
+    registry, tmp_path
+):
+    registry.versions["bad"] = {**GOOD, GATE_TAG: "fail"}
+
+    def forcer() -> str | None:
+        return forced_by(audit_log(tmp_path, "chat"), "bad")
+
+    move(registry, "1", None, tmp_path)
+    assert forcer() is None
+    move(registry, "bad", "1", tmp_path, force=True)
+    move(registry, "2", "bad", tmp_path)
+    rollback(registry, "chat", expected="2", who="t", why="w", home=tmp_path)
+    assert forcer() == "a test"
+
+    registry.versions["bad"] = GOOD  # proven by now, and promoted as such
+    move(registry, "2", "bad", tmp_path)
+    move(registry, "bad", "2", tmp_path)
+    assert forcer() is None
+    registry.versions["bad"] = {**GOOD, GATE_TAG: "fail"}
+    assert not move(registry, "bad", "bad", tmp_path).changed and forcer() is None
+    assert not move(registry, "bad", "bad", tmp_path, force=True).changed and forcer() == "a test"
+    assert registry.aliases == {("chat", CHAMPION): "bad", ("chat", PREVIOUS): "2"}
+
+
+def test_a_promoter_that_was_stopped_holds_nobody_up_for_ever(registry, tmp_path, monkeypatch):
+    monkeypatch.setattr(promotion, "_LOCK_TIMEOUT_S", 0.1)
+    for name in ("promotion-chat", "promotions"):
+        with (
+            file_lock(tmp_path / "locks", name),
+            pytest.raises(RegistryError, match=f"process {os.getpid()} has held .*{name}.lock"),
+        ):
+            move(registry, "1", None, tmp_path)
+    assert registry.aliases == {}
+    assert move(registry, "1", None, tmp_path).changed
