@@ -55,6 +55,41 @@ def retries() -> None:
         )
 
 
+def show(secret: str) -> None:
+    """A flow that shows a stage's report and a candidate's, both with a secret in them; print Prefect's artifacts."""
+    with prefect_api(settings()) as api:
+        from prefect.client.orchestration import get_client
+
+        from speculators_core.config import load_recipe
+        from speculators_core.evaluation.candidate import CandidateReport
+        from speculators_core.run import Run, StageResult
+        from speculators_core.types import ArtifactRef
+        from tasks.observe import show_summary
+        from tasks.policies import pipeline_flow
+        from tasks.reporting import publish_report
+        from tests.environment import ROOT
+
+        words = {name: "x" for name in ("recipe", "algorithm", "verifier", "vllm", "outcome", "measured", "command")}
+        lists = {name: () for name in ("arms", "speeds", "parts", "data_card", "curves", "stages")}
+        about = {"model": "chat", "version": "1", "reasons": (f"measured at {secret}",), "prompts": 1, "k": 1}
+        report = CandidateReport.model_validate({**words, **lists, **about})
+        told = settings().home / "report.md"
+        told.write_text(f"# {secret}")
+        ref = ArtifactRef(kind="evaluation", uri="x/evaluation/y", digest="d" * 64)
+        result = StageResult(name="evaluate", ref=ref, cached=False, seconds=1, summary={})
+        run = Run(load_recipe(ROOT / "deployments" / "recipes" / "demo.yaml"), settings().home)
+
+        @pipeline_flow("show")
+        def shows() -> None:
+            show_summary("evaluate", result, told)
+            publish_report(run, report)
+
+        api.wait()
+        shows()
+        with get_client(sync_client=True) as client:
+            print(json.dumps({artifact.key: artifact.data for artifact in client.read_artifacts()}))
+
+
 def hold_child() -> None:
     """A flow that starts a supervised child, says so in <home>/child.json, and waits."""
     with prefect_api(settings()) as api:

@@ -100,6 +100,15 @@ def test_only_what_another_try_may_mend_is_retried(home: Path, environ: dict[str
     assert "Traceback" not in errors.split("Finished in state")[-1]
 
 
+def test_what_prefect_shows_holds_no_secret(served_environ: dict[str, str]) -> None:
+    output, errors = (process := start(served_environ, "show", "https://me:hunter2@gpu/x")).communicate(timeout=300)
+    assert process.returncode == 0, errors
+    found = json.loads(output.splitlines()[-1])
+    assert set(found) == {"stage-evaluate", "report-chat"}
+    for text in found.values():
+        assert "hunter2" not in text and "[redacted]@gpu/x" in text
+
+
 def test_a_killed_flow_leaves_nothing_behind(home: Path, environ: dict[str, str]) -> None:
     process = start(environ, "hold_child")
     child = wait_for_child(home, process)
