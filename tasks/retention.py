@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from speculators_core.errors import ConfigError, RegistryError, StoreError
 from speculators_core.lifecycle.matrix import cells
 from speculators_core.lifecycle.plan import MADE_OF, MadeOf
-from speculators_core.lifecycle.promotion import CHAMPION, audit_log
+from speculators_core.lifecycle.promotion import CHAMPION, audit_log, served_by
 from speculators_core.lifecycle.retention import Item, Plan, Root, plan_sweep
 from speculators_core.store import Store, write_atomic
 from speculators_core.store.files import discard
@@ -169,8 +169,7 @@ def _roots_of_versions(found: Settings) -> Iterator[Root]:
     aliases = MlflowAliases(tracking(), actor="gc")
     for model in aliases.models():
         names = aliases.aliases(model)
-        moves = [entry for entry in audit_log(found.home, model) if entry.state == "done" and entry.action != "refuse"]
-        serving = moves[-1].to_version if moves else None
+        serving = served_by(audit_log(found.home, model))
         for version, (_, tags) in aliases.described(model).items():
             held = sorted(name for name, number in names.items() if number == version)
             if version == serving and CHAMPION not in held:  # other hands moved that, and it was not followed
