@@ -15,21 +15,30 @@ import pytest
 
 from hs_connectors.errors import SettingsError
 from hs_connectors.vllm.sampler import VARIABLE, Sampler, SampleSettings, read_answer
-from speculators_core.data.conversations import read_conversations
+from speculators_core.data.conversations import normalise, read_conversations
 
 MESSAGES = [{"role": "user", "content": "my name is Ada"}]
 YES = [(b"X-Draftsmith-Consent", b"yes")]
 
 
+def choice(index: int = 0, finish_reason: str | None = None, **content: Any) -> dict[str, Any]:
+    return {"index": index, "finish_reason": finish_reason, **content}
+
+
 def whole(reply: str, histogram: list[int] | None = None) -> list[bytes]:
     metrics = {"speculative_decoding": {"acceptance_histogram": histogram}} if histogram else None
-    return [json.dumps({"choices": [{"message": {"content": reply}}], "metrics": metrics}).encode()]
+    choices = [choice(finish_reason="stop", message={"content": reply})]
+    return [json.dumps({"choices": choices, "metrics": metrics}).encode()]
+
+
+def events(*chunks: Any) -> list[bytes]:
+    return [*(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks), b"data: [DONE]\n\n"]
 
 
 def streamed(*parts: str) -> list[bytes]:
     deltas = [{"role": "assistant"}, *({"content": part} for part in parts)]
-    chunks = [*({"choices": [{"delta": delta}]} for delta in deltas), {"choices": []}]
-    return [*(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks), b"data: [DONE]\n\n"]
+    choices = [*(choice(delta=delta) for delta in deltas), choice(finish_reason="stop", delta={})]
+    return events(*({"choices": [one]} for one in choices), {"choices": []})
 
 
 def serve(answer: list[bytes], status: int = 200) -> Callable[..., Any]:
@@ -46,12 +55,17 @@ def serve(answer: list[bytes], status: int = 200) -> Callable[..., Any]:
 @pytest.fixture
 def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     def run(
-        answer: list[bytes], headers: Any = YES, status: int = 200, path: str = "/v1/chat/completions", **settings: Any
+        answer: list[bytes],
+        headers: Any = YES,
+        status: int = 200,
+        path: str = "/v1/chat/completions",
+        request: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> list[Any]:
         """One request through a sampler; what was kept, after proving that the client got all of the answer."""
         monkeypatch.setenv(VARIABLE, json.dumps({"directory": str(tmp_path / "kept"), "rate": 1.0, **settings}))
         sampler = Sampler(serve(answer, status))
-        body = json.dumps({"messages": MESSAGES}).encode()
+        body = json.dumps({"messages": MESSAGES, **(request or {})}).encode()
         parts = iter([{"body": body[:9], "more_body": True}, {"body": body[9:]}])
         got: list[bytes] = []
 
@@ -112,6 +126,22 @@ def test_redaction_comes_before_the_disk(sample: Any, monkeypatch: pytest.Monkey
         sample(whole("x"), redact="nowhere:at_all")
 
 
+def test_tools_are_kept_only_where_nothing_is_redacted(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = [{"type": "function", "function": {"name": "call_ada"}}]
+    (line,) = sample(whole("Hello"), request={"tools": tools})
+    assert line["tools"] == tools
+    hooks = ModuleType("hooks")
+    hooks.mask = lambda turns: turns  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hooks", hooks)
+    lines = sample(whole("Hello"), request={"tools": tools}, redact="hooks:mask")
+    assert sorted("tools" in line for line in lines) == [False, True], "that of before, and the redacted one"
+
+
+def test_a_reply_that_goes_on_with_the_users_half_is_not_kept(sample: Any) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "Hel"}]
+    assert sample(whole("lo"), request={"messages": begun, "continue_final_message": True}) == []
+
+
 def test_a_full_quota_ends_it(sample: Any) -> None:
     assert sample(whole("Hello"), max_bytes=10) == []
 
@@ -129,5 +159,45 @@ def test_it_is_off_by_default_and_settings_without_sense_are_refused() -> None:
             SampleSettings.from_environment({VARIABLE: text})
 
 
-def test_an_answer_without_text_is_nothing() -> None:
-    assert read_answer(b'{"choices": [{"message": {"content": null}}]}') == ("", None)
+def read(*choices: Any, part: str = "message") -> dict[str, Any] | None:
+    """The message of an answer of one such choice, or of a stream of them."""
+    if part == "message":
+        return read_answer(json.dumps({"choices": choices}).encode())[0]
+    return read_answer(b"".join(events(*({"choices": [one]} for one in choices))))[0]
+
+
+def test_of_several_choices_the_first_is_read_alone() -> None:
+    first, second = ({"content": text} for text in ("Hello", "Good day"))
+    assert read(choice(1, "stop", message=second), choice(0, "stop", message=first)) == {"role": "assistant", **first}
+    ends = [choice(index, "stop", delta={}) for index in (1, 0)]
+    halves = [choice(0, delta={"content": "Hel"}), choice(1, delta=second), choice(0, delta={"content": "lo"})]
+    assert read(*halves, *ends, part="delta") == {"role": "assistant", **first}
+    assert read(*halves, ends[0], part="delta") is None, "only the second one ended"
+
+
+@pytest.mark.parametrize("reason", [None, "abort", "error", "content_filter", "tool_calls"])
+def test_what_is_no_whole_reply_in_words_is_nothing(reason: str | None) -> None:
+    assert read(choice(0, reason, message={"content": "Hel"})) is None
+    assert read(choice(0, delta={"content": "Hel"}), choice(0, reason, delta={}), part="delta") is None
+    assert read(choice(0, "stop", message={"content": None})) is None
+    assert read(choice(0, "stop", message={"content": "I call", "tool_calls": [{"id": "1"}]})) is None
+
+
+def test_a_stream_that_broke_off_is_nothing() -> None:
+    sent = streamed("Hel", "lo")
+    assert read_answer(b"".join(sent))[0] == {"role": "assistant", "content": "Hello"}
+    for end in range(1, len(sent)):
+        assert read_answer(b"".join(sent[:end]))[0] is None
+    refused = {"error": {"message": "the engine died"}}
+    assert read_answer(b"".join(events({"choices": [choice(delta={"content": "Hel"})]}, refused)))[0] is None
+
+
+def test_a_reply_that_was_cut_off_says_so_and_reasoning_stays_with_it() -> None:
+    message = {"content": "Hello", "reasoning": "A name."}
+    kept = {"role": "assistant", "content": "Hello", "reasoning_content": "A name."}
+    assert read(choice(0, "stop", message=message)) == kept
+    assert read(choice(0, "stop", stop_reason=151645, message=message)) == kept
+    for cut in (choice(0, "length", message=message), choice(0, "stop", stop_reason="\n", message=message)):
+        assert read(cut) == {**kept, "finish_reason": "length"}
+    normal = normalise({"conversations": [*MESSAGES, {**kept, "finish_reason": "length"}]})
+    assert normal.messages[-1] == {**kept, "finish_reason": "length"}

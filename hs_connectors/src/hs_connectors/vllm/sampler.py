@@ -16,7 +16,7 @@ import logging
 import os
 import random
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -51,7 +51,8 @@ class SampleSettings:
     acceptance_below   further, those whose draft was accepted worse than that (1 + accepted / drafts); the server must
                        be started with --per-request-spec-decode-metrics, and a streamed reply does not tell
     consent            header: only requests with `x-draftsmith-consent: yes`; all: every user of this server agreed
-    redact             "module:function" of (messages) -> messages, or None to leave the conversation out
+    redact             "module:function" of (messages) -> messages, or None to leave the conversation out; it sees all
+                       that is kept of them, `reasoning_content` too, and no `tools` are kept beside what it returns
     max_bytes          of the file; then nothing more is kept
     """
 
@@ -155,9 +156,10 @@ class Keeper:
     def _consider(self, asked: bytes, answered: bytes) -> None:
         try:
             request, (reply, acceptance) = json.loads(asked), read_answer(answered)
-            if reply and self._chooses(acceptance):
-                self._keep([*request["messages"], {"role": "assistant", "content": reply}], request.get("tools"))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            continued = request["messages"][-1]["role"] == "assistant"  # the reply is half a message
+            if reply is not None and not continued and self._chooses(acceptance):
+                self._keep([*request["messages"], reply], None if self._redact else request.get("tools"))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             log.info("a conversation is not sampled: %s", error)
         except Exception:  # the user's hook, or the disk: told, and left to the thread, so that serving goes on
             log.exception("a conversation is not sampled")
@@ -184,15 +186,35 @@ class Keeper:
             file.write(text)
 
 
-def read_answer(payload: bytes) -> tuple[str, float | None]:
-    """(reply, acceptance length) of an answer; streamed ones are put together, and do not tell acceptance."""
+def read_answer(payload: bytes) -> tuple[dict[str, Any] | None, float | None]:
+    """(the assistant's message, acceptance length) of an answer's first choice.
+
+    Streamed answers are put together, and do not tell acceptance. None in place of a message where it is no whole reply
+    in words: broken off, without text, or a call of tools. One that a limit or a stop string ended says so, by
+    `finish_reason: length`: no end of turn is learned from it.
+    """
     if not payload.lstrip().startswith(b"data:"):
         answer = json.loads(payload)
-        return answer["choices"][0]["message"]["content"] or "", _acceptance(answer)
-    events = (line[5:].strip() for line in payload.splitlines() if line.startswith(b"data:"))
-    chunks = [json.loads(event) for event in events if event != b"[DONE]"]
-    deltas = (choice.get("delta", {}) for chunk in chunks for choice in chunk.get("choices", ())[:1])
-    return "".join(delta.get("content") or "" for delta in deltas), None
+        return _message([answer], "message"), _acceptance(answer)
+    *events, last = (line[5:].strip() for line in payload.splitlines() if line.startswith(b"data:"))
+    return (_message([json.loads(event) for event in events], "delta") if last == b"[DONE]" else None), None
+
+
+def _message(chunks: Iterable[Mapping[str, Any]], part: Literal["message", "delta"]) -> dict[str, Any] | None:
+    choices = [choice for chunk in chunks for choice in chunk.get("choices") or () if choice.get("index", 0) == 0]
+    parts = [choice.get(part) or {} for choice in choices]
+    content = "".join(piece.get("content") or "" for piece in parts)
+    reasoning = "".join(piece.get("reasoning") or piece.get("reasoning_content") or "" for piece in parts)
+    end: Mapping[str, Any] = next((choice for choice in choices if choice.get("finish_reason")), {})
+    reason = end.get("finish_reason")
+    if not content or reason not in ("stop", "length") or any(piece.get("tool_calls") for piece in parts):
+        return None
+    message = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if reason == "length" or isinstance(end.get("stop_reason"), str):
+        message["finish_reason"] = "length"
+    return message
 
 
 def _acceptance(answer: Mapping[str, Any]) -> float | None:
