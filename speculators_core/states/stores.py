@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import shutil
 import socket
 import sys
@@ -22,6 +24,8 @@ log = logging.getLogger(__name__)
 _LEAST_BYTES = 256 << 20
 _START_S = 60.0
 _SHARED = Path("/dev/shm")
+_OWNER = ".owner"
+"""In a space of shared memory: the lock of the run that made it, which dies with it. Spaces without it are others'."""
 
 
 @contextmanager
@@ -62,11 +66,30 @@ def room_of(config: CaptureConfig, longest: int, bytes_per_token: int, engines: 
 
 @contextmanager
 def _shared_memory(num_bytes: int, home: Path) -> Iterator[Mapping[str, Any]]:
+    _sweep_spaces()
     space = f"run-{uuid.uuid4().hex}"
+    place = _SHARED / f"draftsmith-{space}"
     try:
-        yield {"space": space, "max_bytes": num_bytes}
+        place.mkdir(mode=0o700)
+        with (place / f"{_OWNER}.new").open("wb") as owner:
+            fcntl.flock(owner, fcntl.LOCK_EX)
+            Path(owner.name).rename(place / _OWNER)  # locked before anybody sees it
+            yield {"space": space, "max_bytes": num_bytes}
     finally:
-        shutil.rmtree(_SHARED / f"draftsmith-{space}", ignore_errors=True)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _sweep_spaces() -> None:
+    """Give back the memory that killed runs of this user left: those whose owner file nobody holds any more."""
+    for owner in _SHARED.glob(f"draftsmith-run-*/{_OWNER}"):
+        try:
+            with owner.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if owner.parent.lstat().st_uid == os.geteuid():
+                    shutil.rmtree(owner.parent)
+                    log.info("removed what a killed run left space=%s", owner.parent.name)
+        except OSError:
+            continue  # its run lives, or another one removes it
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -15,6 +17,7 @@ from speculators_core.errors import CaptureError
 from speculators_core.states import stores
 from speculators_core.states.config import CaptureConfig
 from speculators_core.states.stores import provided_store
+from tests.environment import child_environment
 
 
 def test_shared_memory_of_its_own_is_emptied(tmp_path: Path) -> None:
@@ -24,6 +27,45 @@ def test_shared_memory_of_its_own_is_emptied(tmp_path: Path) -> None:
         place = Path("/dev/shm") / f"draftsmith-{config.backend_config['space']}"
         assert place.is_dir()
     assert not place.exists()
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from speculators_core.states import stores
+from speculators_core.states.config import CaptureConfig
+stores._SHARED = Path(sys.argv[1])
+with stores.provided_store(CaptureConfig(backend="shm"), 100, 100, Path(sys.argv[2])) as config:
+    print(config.backend_config["space"], flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_memory_of_a_killed_run_is_given_back_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, home = tmp_path / "shm", tmp_path / "home"
+    monkeypatch.setattr(stores, "_SHARED", shared)
+    named, being_made = shared / "draftsmith-run-7", shared / "draftsmith-run-0a"
+    for place in (named, being_made):
+        place.mkdir(parents=True)
+        (place / "key.safetensors").write_bytes(b"a record")
+    (being_made / ".owner.new").touch()
+    command = [sys.executable, "-c", KILLED, str(shared), str(home)]
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment(home)
+    )
+    with child:
+        assert child.stdin is not None and child.stdout is not None
+        killed = shared / f"draftsmith-{child.stdout.readline().strip()}"
+        (killed / "key.safetensors").write_bytes(b"a record")
+        with provided_store(CaptureConfig(backend="shm"), 100, 100, home):
+            assert (killed / "key.safetensors").exists(), "its run lives"
+            child.kill()
+            child.wait()
+            assert killed.exists()
+            with provided_store(CaptureConfig(backend="shm"), 100, 100, home):
+                assert not killed.exists()
+                assert len(list(shared.iterdir())) == 4, "two that live, and what is not theirs"
+    assert set(shared.iterdir()) == {named, being_made}
 
 
 def test_a_store_that_is_named_and_one_that_needs_nothing_are_left_alone(tmp_path: Path) -> None:
