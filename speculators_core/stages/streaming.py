@@ -33,14 +33,16 @@ def streaming(run: Run, dataset: ArtifactRef, workspace: Path) -> Iterator[Onlin
 
     Raises:
         ConfigError: such states cannot be streamed, or engines and trainer do not fit into memory.
+        DiskSpaceError: the rows that are kept do not fit on the disk.
         EngineError, CaptureError, DataError: an engine or its store does not start, it captures something else, or
             renders other ids.
     """
     from speculators_core.stages.memory import require_memory
     from speculators_core.states.book import AddressBook
-    from speculators_core.states.capture import bytes_per_token, context_for
+    from speculators_core.states.capture import bytes_per_token, context_for, require_disk
     from speculators_core.states.handshake import server_command
     from speculators_core.states.keeper import keep_engines
+    from speculators_core.states.kept import bytes_to_keep
     from speculators_core.states.online import keep_answers
     from speculators_core.states.stores import provided_store, room_of
 
@@ -51,10 +53,13 @@ def streaming(run: Run, dataset: ArtifactRef, workspace: Path) -> Iterator[Onlin
             mend="set hidden_states.mode to offline",
         )
     rows = RowSet.open(run.store.path(dataset))
-    longest = max(rows.length(number) for number in range(rows.num_rows))
+    lengths = [rows.length(number) for number in range(rows.num_rows)]
+    longest = max(lengths)
     context = context_for(longest, run.facts)
-    book = AddressBook(place / "engines.json")
+    book, kept = AddressBook(place / "engines.json"), place / "kept"
     per_token = bytes_per_token(run.facts, run.layer_ids, recipe.capture.dtype)
+    to_keep = bytes_to_keep(kept, lengths, rows.splits, per_token, config.cache_gib * 2**30)
+    require_disk(place, to_keep, lower="lower hidden_states.cache_gib, or take fewer rows (data.max_rows)")
 
     def stations_of(capture: CaptureConfig) -> list[Station]:
         return [
@@ -79,7 +84,7 @@ def streaming(run: Run, dataset: ArtifactRef, workspace: Path) -> Iterator[Onlin
             command=tuple(server_command(stations[0].spec, stations[0].runtime.url)),
             hidden_size=run.facts.hidden_size,
             book=str(book.path),
-            cache=str(place / "kept"),
+            cache=str(kept),
             capture=capture,
             states=config,
             ranks=recipe.training.processes,

@@ -75,8 +75,8 @@ def estimate_bytes(rows: Rows, facts: VerifierFacts, layer_ids: Sequence[int], d
     return tokens * bytes_per_token(facts, layer_ids, dtype)
 
 
-def require_disk(path: Path, num_bytes: int) -> None:
-    """Refuse to start what will not fit.
+def require_disk(path: Path, num_bytes: int, *, lower: str = "take fewer rows (data.max_rows)") -> None:
+    """Refuse to start what will not fit; `lower` is what the user can do beside getting more room.
 
     Raises:
         DiskSpaceError: with the need, what is free, and the cures.
@@ -88,7 +88,7 @@ def require_disk(path: Path, num_bytes: int) -> None:
     if num_bytes > free:
         raise DiskSpaceError(
             f"the hidden states need {_gib(num_bytes)}, and {_gib(free)} are free at {path}",
-            mend="free space, point DRAFTSMITH_HOME at a larger disk, or take fewer rows (data.max_rows)",
+            mend=f"free space, point DRAFTSMITH_HOME at a larger disk, or {lower}",
         )
 
 

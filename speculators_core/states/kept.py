@@ -8,6 +8,7 @@ to gain by replacing one, and no bookkeeping that a kill could tear or ranks dis
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from speculators_core.states.gates import check_record
 from speculators_core.states.shards import StatesFacts
 
 log = logging.getLogger(__name__)
+
+RESERVE_BYTES = 2 << 30
+"""What keeping leaves free: checkpoints, metrics and logs go to the same disk."""
 
 
 class KeptRows:
@@ -38,7 +42,7 @@ class KeptRows:
             self._writer, self._reader = open_writer("file", config), open_reader("file", config)
         except ConnectorError as error:
             raise StoreError(f"rows cannot be kept: {error.what}", mend=error.mend) from error
-        self._full = False
+        self._directory, self._full = directory, False
 
     def get(self, position: int, row: Row) -> Tensor | None:
         """The states [T, K, H] of a kept row; None where it is not there, or is damaged or another's."""
@@ -57,8 +61,12 @@ class KeptRows:
         return record.hidden_states
 
     def put(self, position: int, row: Row, states: Tensor) -> None:
-        """Keep a row, if it is one of those. A full disk ends the keeping, not the training."""
+        """Keep a row, if it is one of those. A disk that is about to be full ends the keeping, not the training."""
         if position not in self.positions or self._full:
+            return
+        if shutil.disk_usage(self._directory).free < RESERVE_BYTES + states.nbytes:
+            self._full = True
+            log.warning("no more rows are kept: %s has no more than the rest needs", self._directory)
             return
         facts = self._facts
         record = Record(states, ids_of(row), facts.layer_ids, facts.dtype, facts.verifier_fingerprint)
@@ -67,6 +75,15 @@ class KeptRows:
         except ConnectorError as error:
             self._full = True
             log.warning("no more rows are kept: %s", error.what)
+
+
+def bytes_to_keep(
+    directory: Path, lengths: Sequence[int], splits: Sequence[str], bytes_per_token: int, quota_bytes: float
+) -> int:
+    """Bytes that keeping those rows will still write, beside what the directory holds already."""
+    kept = choose_kept(lengths, splits, bytes_per_token, quota_bytes)
+    there = sum(path.stat().st_size for path in directory.glob("*"))
+    return max(0, sum(lengths[position] for position in kept) * bytes_per_token - there)
 
 
 def choose_kept(

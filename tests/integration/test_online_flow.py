@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from speculators_core import stages
 from speculators_core.config import Recipe
 from speculators_core.data.rows import RowRecord, RowWriter
 from speculators_core.engine.runtime import RuntimeInfo
+from speculators_core.errors import DiskSpaceError
 from speculators_core.run import Run
 from speculators_core.stages.states import capture_digest
 from speculators_core.states.sets import StateSet
@@ -106,6 +108,17 @@ def test_an_engine_killed_in_mid_epoch_comes_back_on_another_port_and_the_draft_
     assert not list((tmp_path / "home" / "engines").glob("*.json")), "no engine is left behind"
     assert not list((tmp_path / "home").rglob(".online")) and not (directory / ".online").exists()
     assert stages.train(run_of(mode="hybrid", cache_gib=1), dataset).cached, "how states travel is no part of the key"
+
+
+def test_rows_that_cannot_all_be_kept_are_refused_before_an_engine_starts(
+    run_of: Callable[..., Run], states: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(mode="hybrid", cache_gib=1)
+    dataset, _ = publish(run, states)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(DiskSpaceError, match=r"mend: .*hidden_states\.cache_gib"):
+        stages.train(run, dataset)
+    assert not list((run.home / "logs").glob("vllm-*"))
 
 
 def test_parts_of_two_runs_are_captured_once_beside_each_other_and_apart_from_the_whole(
