@@ -18,9 +18,9 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from speculators_core.errors import ConfigError, RegistryError
+from speculators_core.locks import file_lock
 from speculators_core.store import write_atomic
 from speculators_core.types import StrictModel
-from tasks.adapters.locks import file_lock
 from tasks.adapters.redaction import redact
 from tasks.adapters.settings import settings
 from tasks.site import Channel, EventName, read_site

@@ -5,7 +5,6 @@ Nothing is made: the stages only look for what is there.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -40,12 +39,12 @@ from speculators_core.verifier.fingerprint import Description, describe_location
 from tasks.adapters.registry_view import ModelView, look
 from tasks.adapters.settings import settings
 from tasks.planner import Champion, Planner
+from tasks.verifier_tags import REVISION_TAG, VERIFIER_TAG, template_kwargs_of
 from tasks.warm_start import began_from, recipe_start
 
 log = logging.getLogger(__name__)
 
 DRAFT_TAG, ALGORITHM_TAG = "draft.digest", "algorithm"
-VERIFIER_TAG, REVISION_TAG, TEMPLATE_KWARGS_TAG = "verifier.uri", "verifier.revision", "verifier.template_kwargs"
 
 
 @dataclass(frozen=True)
@@ -273,7 +272,7 @@ def explain_model(model: str, runtime: Runtime) -> Staleness:
     if VERIFIER_TAG not in tags:
         raise RegistryError(f"{model} version {version} does not say where its verifier lies", mend="name a recipe")
     before = recall(tags.get(FINGERPRINT_TAG, ""), home)
-    kwargs = json.loads(tags.get(TEMPLATE_KWARGS_TAG) or "{}")
+    kwargs = template_kwargs_of(tags, model, version)
     after = describe_location(tags[VERIFIER_TAG], revision=tags.get(REVISION_TAG), home=home, template_kwargs=kwargs)
     info = probe_runtime(runtime, home=home)
     world = World(verifier=after.fingerprint, shape=after.shape, runtime_key=info.key, runtime=info)

@@ -42,10 +42,10 @@ from tasks.judging import compared_with, judge_version, noted_decision, verifier
 from tasks.observe import flow_run_id, parent_run, tracking
 from tasks.planning import world_of
 from tasks.policies import stage_task
+from tasks.verifier_tags import TEMPLATE_TAG
 from tasks.versions import (
     APPROVAL_TAG,
     EVALUATION_TAG,
-    TEMPLATE_TAG,
     actor,
     announce_move,
     fetch_draft,

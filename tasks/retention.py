@@ -17,12 +17,12 @@ from speculators_core.lifecycle.matrix import cells
 from speculators_core.lifecycle.plan import MADE_OF, MadeOf
 from speculators_core.lifecycle.promotion import CHAMPION, audit_log, served_by
 from speculators_core.lifecycle.retention import Item, Plan, Root, plan_sweep
+from speculators_core.locks import file_lock
 from speculators_core.store import Store, write_atomic
 from speculators_core.store.files import discard
 from speculators_core.types import ArtifactRef, StrictModel
 from tasks.adapters.aliases import MlflowAliases
 from tasks.adapters.fetched import FETCHED, sole_user
-from tasks.adapters.locks import file_lock
 from tasks.adapters.redaction import redact
 from tasks.adapters.registry import DRAFT_TAG
 from tasks.adapters.settings import Settings, settings

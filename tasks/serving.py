@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -21,9 +20,8 @@ from speculators_core.serving.version import ServedVersion
 from speculators_core.store.manifest import sha256_file
 from speculators_core.verifier.files import open_verifier
 from tasks.adapters.settings import settings
+from tasks.verifier_tags import REVISION_TAG, VERIFIER_TAG, template_kwargs_of
 from tasks.versions import (
-    TEMPLATE_TAG,
-    VERIFIER_TAG,
     check_pair,
     fetch_draft,
     no_such,
@@ -110,9 +108,9 @@ class RegistrySource:
         return ServedVersion(
             model=self._model,
             version=version,
-            verifier=open_verifier(where, revision=tags.get("verifier.revision"), home=self._home).local(weights=True),
+            verifier=open_verifier(where, revision=tags.get(REVISION_TAG), home=self._home).local(weights=True),
             verifier_fingerprint=found,
-            template_kwargs=json.loads(tags.get(TEMPLATE_TAG) or "{}"),
+            template_kwargs=template_kwargs_of(tags, self._model, version),
             draft=draft,
             draft_files={path.name: sha256_file(path) for path in sorted(draft.iterdir()) if path.is_file()},
             al=al,

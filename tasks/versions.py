@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import json
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -12,7 +11,7 @@ from pathlib import Path
 from pydantic import Field
 
 from speculators_core.errors import RegistryError, VerifierError
-from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, Matrix, build_matrix, cells
+from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, Matrix, build_matrix, cells, number_of
 from speculators_core.lifecycle.promotion import (
     CHAMPION,
     AuditEntry,
@@ -31,13 +30,12 @@ from tasks.adapters.registry import DRAFT_TAG, DraftRegistry
 from tasks.adapters.settings import Settings, settings
 from tasks.events import DraftPromoted, DraftRolledBack
 from tasks.observe import flow_run_id, tracking
+from tasks.verifier_tags import REVISION_TAG, VERIFIER_TAG, template_kwargs_of
 
 INCUMBENT_TAG = "gate.incumbent"
 """The version that the gate compared with, or `none`: what a later promotion by name must still find serving."""
 EVALUATION_TAG, REPORT_TAG = "evaluation.digest", "gate.report"
 APPROVAL_TAG, APPROVAL_NOTE_TAG = "gate.approval", "gate.approval.note"
-TEMPLATE_TAG = "verifier.template_kwargs"
-VERIFIER_TAG = "verifier.uri"
 NO_INCUMBENT = "none"
 
 
@@ -199,7 +197,6 @@ def history(model: str) -> History:
     names = aliases.aliases(model)
     lines = []
     for version, (created, tags) in aliases.described(model).items():
-        al = tags.get("al")
         lines.append(
             VersionLine(
                 version=version,
@@ -207,7 +204,7 @@ def history(model: str) -> History:
                 algorithm=tags.get("algorithm", "-"),
                 verifier=f"{tags.get('verifier.name', '-')} {tags.get(FINGERPRINT_TAG, '')[:12]}".strip(),
                 vllm=tags.get("vllm.version", "-"),
-                al=float(al) if al else None,
+                al=number_of(tags.get("al")),
                 outcome=tags.get(GATE_TAG, "-"),
                 reasons=tags.get("gate.reasons", ""),
                 report=tags.get(REPORT_TAG),
@@ -269,9 +266,9 @@ def check_pair(tags: Mapping[str, str], model: str, version: str, *, verifier: s
     try:
         found = describe_location(
             where,
-            revision=None if verifier else tags.get("verifier.revision"),
+            revision=None if verifier else tags.get(REVISION_TAG),
             home=settings().home,
-            template_kwargs=json.loads(tags.get(TEMPLATE_TAG) or "{}"),
+            template_kwargs=template_kwargs_of(tags, model, version),
         ).fingerprint.digest
     except VerifierError as error:
         raise VerifierError(

@@ -30,9 +30,9 @@ from pydantic import Field
 
 from speculators_core.errors import RegistryError
 from speculators_core.lifecycle.promotion import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG
+from speculators_core.locks import file_lock
 from speculators_core.store.manifest import MANIFEST_NAME, Manifest, sha256_file
 from speculators_core.types import StrictModel
-from tasks.adapters.locks import file_lock
 from tasks.adapters.redaction import redact
 from tasks.adapters.tracking import Tracking, every, mlflow_errors, stage_files
 

@@ -30,8 +30,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.store.entities import PagedList
 
 from speculators_core.errors import DraftsmithError, RegistryError
+from speculators_core.locks import file_lock
 from speculators_core.types import StrictModel
-from tasks.adapters.locks import file_lock
 from tasks.adapters.redaction import redact, scrub, scrubbed_file
 from tasks.adapters.settings import Settings
 
