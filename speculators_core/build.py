@@ -164,11 +164,11 @@ def _assemble(request: TrainRequest, world: World, states: States) -> tuple[Trai
     trainer = Trainer(
         model, objective, rows, config, world=world, output=output,
         callbacks=(
-            Signals(),
             metrics_log,
             ProgressReport(),
-            Validating(validator, config.validation, output / BEST, metrics_log),
             saving,
+            Validating(validator, config.validation, output / BEST, metrics_log),
+            Signals(),  # last: it hears them until all the others have finished
         ),
     )  # fmt: skip
     saving.resume(trainer)

@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from speculators_core import errors
-from speculators_core.errors import DraftsmithError, Interrupted, TrainingError
+from speculators_core.errors import DraftsmithError, Interrupted, StoreError, TrainingError
 from speculators_core.processes import supervise
 from speculators_core.training.request import METRICS, OUTCOME, RESULT, Outcome, TrainReport, TrainRequest, write_json
 from speculators_core.types import ProgressCallback
@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 EXIT_INTERRUPTED = 75
 """Exit status after a signal: progress is saved, the same command goes on. (EX_TEMPFAIL of sysexits.)"""
-_GRACE_S = 15.0
+_GRACE_S = 300
+"""What a stop may take: a step or a row of a validation is finished, and a checkpoint is written."""
 
 
 def run_training(
@@ -77,12 +78,12 @@ def read_outcome(output: Path) -> TrainReport:
     except (FileNotFoundError, ValidationError) as error:
         raise TrainingError(
             f"the training process ended without a word; {output / OUTCOME} does not tell why",
-            mend="see its log (out of memory?), then start again: it goes on from its last checkpoint",
+            mend="see its log (out of memory, or a full disk?), then start again: it goes on from its last checkpoint",
         ) from error
     if outcome.outcome == "finished":
         return TrainReport.model_validate_json((output / RESULT).read_text())
     kind = getattr(errors, outcome.error or "", TrainingError)
-    assert isinstance(kind, type) and issubclass(kind, DraftsmithError)
+    assert isinstance(kind, type) and issubclass(kind, (DraftsmithError, Interrupted))
     raise kind(outcome.what or "training failed", mend=outcome.mend)
 
 
@@ -102,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
 
         train(request)
         outcome, status = Outcome(outcome="finished"), 0
-    except DraftsmithError as error:
+    except (DraftsmithError, Interrupted) as error:
         stopped = isinstance(error, Interrupted)
         outcome = Outcome(
             outcome="interrupted" if stopped else "failed", error=type(error).__name__, what=error.what, mend=error.mend
@@ -126,7 +127,7 @@ def _launch(request_file: str, request: TrainRequest) -> int:
     output = Path(request.output)
     (output / OUTCOME).unlink(missing_ok=True)
     count = request.training.processes
-    options = ["--standalone", f"--nproc-per-node={count}", "--shutdown-timeout=60"]
+    options = ["--standalone", f"--nproc-per-node={count}", f"--shutdown-timeout={_GRACE_S}"]
     try:
         torchrun([*options, "-m", "speculators_core.training_process", request_file])
     except (ChildFailedError, SignalException) as error:
@@ -139,7 +140,11 @@ def _launch(request_file: str, request: TrainRequest) -> int:
 
 
 def _leave(output: Path, outcome: Outcome) -> None:
-    write_json(output / OUTCOME, outcome.model_dump_json(indent=1))
+    """Tell whoever started us how it ended; where the disk is full, the log alone."""
+    try:
+        write_json(output / OUTCOME, outcome.model_dump_json(indent=1))
+    except StoreError as error:
+        log.error("%s; it would say: %s", error.what, outcome.model_dump_json())
 
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ class StepReport:
 class Trainer:
     """Trains `model` on `rows` until the configured end, an early stop, or a signal.
 
-    Public to callbacks: model, config, world, position, total_steps, output, `snapshot`, `request_stop`.
+    Public to callbacks: model, config, world, position, total_steps, output, `snapshot`, `request_stop`,
+    `require_undisturbed`.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Trainer:
         plan = self.rows.epoch_plan(self.config.seed, self.position.epoch)
         whole, self._counted = self.position.epoch_step == 0, 0.0
         asked = time.monotonic()
-        steps = self.loader.steps(plan, self.position.epoch_step, self._require_undisturbed)
+        steps = self.loader.steps(plan, self.position.epoch_step, self.require_undisturbed)
         for batches in self.world.together(steps):
             waited = time.monotonic() - asked
             report = replace(self._step(batches), waited_s=waited)
@@ -186,10 +187,6 @@ class Trainer:
             raise self._interrupted()
         return int(shared[0]), shared[2:].clamp_min(1.0).to(self.world.device)
 
-    def _require_undisturbed(self) -> None:
-        if self._interrupt is not None:
-            raise self._interrupted()
-
     def _interrupted(self) -> Interrupted:
         return Interrupted(
             f"training stopped by {self._interrupt or 'another rank'} after step {self.position.step}",
@@ -221,6 +218,11 @@ class Trainer:
     def interrupt(self, reason: str) -> None:
         """Save and raise Interrupted before the next step. Any rank may ask, from a signal handler too."""
         self._interrupt = reason
+
+    def require_undisturbed(self) -> None:
+        """Raise Interrupted where this rank was interrupted; for what takes long."""
+        if self._interrupt is not None:
+            raise self._interrupted()
 
     @property
     def stop_reason(self) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -49,28 +49,33 @@ class Validator:
         self.loader = StepLoader(rows, accumulation=1, rank=world.rank, world_size=world.size, prefetch=1)
         self._denominators: torch.Tensor | None = None
 
-    def __call__(self, model: nn.Module, autocast: AbstractContextManager[object]) -> ValidationReport:
-        """Validate `model`; its mode and the random state are as before afterwards. A collective."""
+    def __call__(
+        self, model: nn.Module, autocast: AbstractContextManager[object], look: Callable[[], None] = lambda: None
+    ) -> ValidationReport:
+        """Validate `model`; its mode and the random state are as before afterwards. A collective.
+
+        `look` is called between rows; what it raises on one rank ends the validation on all of them.
+        """
         was_training = model.training
         model.eval()
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=devices), autocast:
                 torch.manual_seed(SEED + self.world.rank)
-                metrics = self._losses(model)
-                walked = self._walk(model)
+                metrics = self._losses(model, look)
+                walked = self._walk(model, look)
         finally:
             model.train(was_training)
         return _report(self.world.pool(metrics), self.world.pool(walked), self.config.walk_k, self.world.size)
 
-    def _losses(self, model: nn.Module) -> dict[str, Counted]:
+    def _losses(self, model: nn.Module, look: Callable[[], None]) -> dict[str, Counted]:
         if self._denominators is None:  # of the rows alone, so the same every time
-            mine = torch.stack([step.denominators for step in self._steps()]).sum(dim=0)
+            mine = torch.stack([step.denominators for step in self._steps(look)]).sum(dim=0)
             self._denominators = self.world.sum(mine).clamp_min(1.0)
         denominators = self._denominators.to(self.world.device)
         metrics: dict[str, Counted] = {}
         loss = 0.0
-        for step in self._steps():
+        for step in self._steps(look):
             for batch, supervised in zip(step.batches, step.supervised, strict=True):
                 if not supervised:
                     continue
@@ -81,10 +86,15 @@ class Validator:
         metrics["loss"] = Counted(loss, 1.0 / self.world.size)
         return metrics
 
-    def _steps(self) -> Iterator[StepBatches]:
-        return self.world.together(self.loader.steps(self.plan))
+    def _steps(self, look: Callable[[], None]) -> Iterator[StepBatches]:
+        def looking() -> Generator[StepBatches]:
+            for step in self.loader.steps(self.plan, waiting=look):
+                look()
+                yield step
 
-    def _walk(self, model: nn.Module) -> dict[str, Counted]:
+        return self.world.together(looking())
+
+    def _walk(self, model: nn.Module, look: Callable[[], None]) -> dict[str, Counted]:
         limit = self.config.walk_rows
         rows = range(len(self.rows.positions))[: limit if limit is not None else None]
         mine = rows[self.world.rank :: self.world.size]
@@ -92,6 +102,7 @@ class Validator:
         accepted = [0] * (k + 1)  # how many drafting points accepted at least i proposals
         with self.world.one_fate(), self.rows.expecting(mine):
             for row in mine:
+                look()
                 aligned = _to_device(self.rows.aligned(row), self.world.device)
                 for count in self.objective.walk(model, aligned, k):
                     for at_least in range(int(count) + 1):

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointing(Callback):
-    """Put it last: a checkpoint then holds what the other callbacks decided at the same step."""
+    """Put it before what takes long or may fail at the same step: that is done by whoever goes on from there."""
 
     name = "checkpointing"
 
@@ -54,7 +54,7 @@ class Checkpointing(Callback):
             self._save(trainer)
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """Save, when asked to: what was decided at the epoch's end is not decided again."""
+        """Save, when asked to."""
         if self.config.every_epoch:
             self._save(trainer)
 
@@ -64,7 +64,7 @@ class Checkpointing(Callback):
             self._save(trainer)
 
     def on_finish(self, trainer: Trainer) -> None:
-        """Save the end, so that a rerun finds nothing left to do."""
+        """Save the end, so that a rerun has no step left to do."""
         self._save(trainer)
 
     def _is_time(self, trainer: Trainer) -> bool:

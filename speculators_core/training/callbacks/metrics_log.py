@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speculators_core.store.files import storage_errors, write_atomic
 from speculators_core.training.callbacks.base import Callback
 from speculators_core.types import Counted
 
@@ -35,12 +37,8 @@ class MetricsLog(Callback):
     def on_start(self, trainer: Trainer) -> None:
         """Forget lines of steps that a kill took back."""
         self._window_start = (time.monotonic(), trainer.position.step, trainer.position.tokens)
-        if trainer.world.is_main:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            keep = [line for line in read_metrics(self.path) if line["step"] <= trainer.position.step]
-            partial = self.path.with_suffix(".partial")
-            partial.write_text("".join(json.dumps(line) + "\n" for line in keep))
-            partial.replace(self.path)
+        reached = trainer.position.step
+        self.keep(trainer, lambda line: line["step"] <= reached)
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """Pool the step; write a line when due."""
@@ -75,10 +73,17 @@ class MetricsLog(Callback):
         self._window, self._waited = {}, 0.0
         self._window_start = (time.monotonic(), trainer.position.step, trainer.position.tokens)
 
-    def write(self, trainer: Trainer, line: dict[str, Any]) -> None:
-        """Append one line on the main rank, with the time added."""
+    def keep(self, trainer: Trainer, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Forget the other lines, on the main rank. StoreError: the disk is full."""
         if trainer.world.is_main:
-            with self.path.open("a") as file:
+            text = "".join(json.dumps(line) + "\n" for line in read_metrics(self.path) if wanted(line))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path, lambda part: part.write_text(text))
+
+    def write(self, trainer: Trainer, line: dict[str, Any]) -> None:
+        """Append one line on the main rank, with the time added. StoreError: the disk is full."""
+        if trainer.world.is_main:
+            with storage_errors(self.path, "writing metrics"), self.path.open("a") as file:
                 file.write(json.dumps({**line, "time": round(time.time(), 3)}) + "\n")
                 file.flush()
                 os.fsync(file.fileno())

@@ -37,20 +37,21 @@ class Validating(Callback):
         self._since_best = 0
 
     def on_start(self, trainer: Trainer) -> None:
-        """Finish a replacement of `best` that a kill interrupted; a run that had stopped early stays stopped."""
+        """Finish what a kill interrupted, be it a validation; a run that had stopped early stays stopped."""
         if trainer.world.is_main:
             checkpoints.mend_replace(self.best)
+        known = self.last_step or 0
+        self.metrics_log.keep(trainer, lambda line: line["kind"] != "validation" or line["step"] <= known)
         self._stop_if_stale(trainer)
+        self._validate_if_due(trainer)
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """Validate every so many steps."""
-        if self.config.every_steps is not None and report.step % self.config.every_steps == 0:
-            self._validate(trainer)
+        self._validate_if_due(trainer)
 
     def on_epoch_end(self, trainer: Trainer) -> None:
         """Validate at each epoch's end, unless the configuration says by steps."""
-        if self.config.every_steps is None and self.last_step != trainer.position.step:
-            self._validate(trainer)
+        self._validate_if_due(trainer)
 
     def on_finish(self, trainer: Trainer) -> None:
         """The last weights are always measured."""
@@ -74,9 +75,16 @@ class Validating(Callback):
         self.last_step = state["last_step"]
         self._since_best = state["since_best"]
 
+    def _validate_if_due(self, trainer: Trainer) -> None:
+        """A function of where the run stands alone, so that one that resumes there does what is still to be done."""
+        now, every = trainer.position, self.config.every_steps
+        due = now.epoch_step == 0 if every is None else now.step % every == 0
+        if due and now.step > 0 and self.last_step != now.step:
+            self._validate(trainer)
+
     def _validate(self, trainer: Trainer) -> None:
         start = time.monotonic()
-        report = self.validator(trainer.model, trainer.autocast())
+        report = self.validator(trainer.model, trainer.autocast(), trainer.require_undisturbed)
         step = trainer.position.step
         self.last_step = step
         self._since_best += 1

@@ -79,13 +79,52 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path
     assert lines(tmp_path / "straight") == lines(tmp_path / "resumed")
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint_with_the_same_end(tmp_path: Path) -> None:
-    class Killed(BaseException):
-        pass
+class Killed(BaseException):
+    """As after a SIGKILL: nothing is saved."""
 
+
+@pytest.mark.parametrize("validation", [{}, {"every_steps": 3}])
+@pytest.mark.parametrize("row", [2, 12])
+@pytest.mark.parametrize("killed", [False, True])
+def test_stopped_in_a_validation_no_step_is_lost_and_the_rerun_validates_again(
+    tmp_path: Path, killed: bool, row: int, validation: dict[str, int]
+) -> None:
+    """Rows of validations are counted through the run: in its first validation, and in its last."""
+    checkpoint = {"every_steps": 3} if killed else {"every_steps": None, "every_epoch": False}
+    settings = config(gradient_accumulation=2, validation=validation, checkpoint=checkpoint)
+    straight = make_trainer(tmp_path / "straight", settings)
+    straight.fit()
+    broken = make_trainer(tmp_path / "resumed", settings)
+    objective, walked = broken.callbacks[-1].validator.objective, []  # type: ignore[attr-defined]
+    walk = objective.walk
+
+    def stopped(*given):  # type: ignore[no-untyped-def]
+        walked.append(broken.position.step)
+        if len(walked) == row and killed:
+            raise Killed
+        if len(walked) == row:
+            broken.interrupt("SIGTERM")
+        return walk(*given)
+
+    objective.walk = stopped
+    with pytest.raises((Interrupted, Killed)):
+        broken.fit()
+    assert len(walked) == row, "it looks between rows"
+    resumed = make_trainer(tmp_path / "resumed", settings)
+    assert resumed.position.step == broken.position.step == walked[-1]
+    resumed.fit()
+    assert_same(weights(straight.model), weights(resumed.model))
+    assert lines(tmp_path / "straight") == lines(tmp_path / "resumed")
+    assert (
+        checkpoints.load(tmp_path / "straight" / "best").state == checkpoints.load(tmp_path / "resumed" / "best").state
+    )
+
+
+@pytest.mark.parametrize("step", [6, 7])
+def test_a_killed_run_goes_on_from_its_last_checkpoint_with_the_same_end(tmp_path: Path, step: int) -> None:
     class KillAt(Recorder):
         def on_step(self, trainer, report):  # type: ignore[no-untyped-def]
-            if report.step == 7:
+            if report.step == step:
                 raise Killed
 
     settings = config(gradient_accumulation=2, checkpoint={"every_steps": 2})
@@ -94,7 +133,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_with_the_same_end(tmp_pat
     with pytest.raises(Killed):
         make_trainer(tmp_path / "killed", settings, extra=[KillAt()]).fit()
     again = make_trainer(tmp_path / "killed", settings)
-    assert again.position.step == 6
+    assert again.position.step == step - 1
     again.fit()
     assert_same(weights(straight.model), weights(again.model))
     assert lines(tmp_path / "straight") == lines(tmp_path / "killed")
@@ -191,7 +230,7 @@ def test_best_is_by_the_named_metric(tmp_path: Path) -> None:
 
 def test_validation_draws_the_same_every_time_and_leaves_the_random_state(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, config())
-    validator = trainer.callbacks[-2].validator  # type: ignore[attr-defined]
+    validator = trainer.callbacks[-1].validator  # type: ignore[attr-defined]
     trainer.model.noise = 5.0
     before = torch.get_rng_state()
     first = validator(trainer.model.train(), trainer.autocast())
@@ -203,7 +242,7 @@ def test_validation_draws_the_same_every_time_and_leaves_the_random_state(tmp_pa
 def test_walked_and_mean_acceptance(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, config(epochs=12))
     trainer.fit()
-    report = trainer.callbacks[-2].validator(trainer.model, trainer.autocast())  # type: ignore[attr-defined]
+    report = trainer.callbacks[-1].validator(trainer.model, trainer.autocast())  # type: ignore[attr-defined]
     assert report.drafts > 0 and len(report.per_position) == 3
     assert report.eal == pytest.approx(1.0 + sum(report.per_position))
     assert list(report.per_position) == sorted(report.per_position, reverse=True)

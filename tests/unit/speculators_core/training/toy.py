@@ -186,7 +186,7 @@ def make_trainer(
         settings,
         world=world,
         output=output,
-        callbacks=(metrics_log, *extra, validating, saving),
+        callbacks=(metrics_log, *extra, saving, validating),
     )
     saving.resume(trainer)
     return trainer
