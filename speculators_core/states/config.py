@@ -60,7 +60,9 @@ class Seat(StrictModel):
     """One engine that captures."""
 
     runtime: Runtime | None = Field(
-        None, description="a vLLM of its own: another interpreter, or a server; null: that which `capture` uses"
+        None,
+        description="a vLLM of its own: another interpreter, or a server, of the version, build and device that "
+        "`capture` uses; null: that one itself",
     )
     cores: tuple[NonNegativeInt, ...] | None = Field(None, description="processors that it may use; null: all of them")
 
