@@ -26,6 +26,7 @@ from speculators_core.run import Run
 from speculators_core.stages.states import capture_digest
 from speculators_core.states.sets import StateSet
 from speculators_core.types import ArtifactRef
+from tests.engine.loop import await_silence
 from tests.environment import ROOT, child_environment
 from tests.integration.test_training import assert_same, last_checkpoint, states, verifier
 
@@ -157,13 +158,17 @@ import sys
 from speculators_core.config import Recipe
 from speculators_core.types import ArtifactRef
 from tasks import stages
+from tasks.adapters.prefect_server import prefect_api
+from tasks.adapters.settings import apply_environment
 from tasks.policies import pipeline_flow
 
 @pipeline_flow("capturing")
 def capturing(recipe: Recipe, dataset: ArtifactRef) -> None:
     stages.captured(recipe, dataset)
 
-capturing(Recipe.model_validate_json(sys.argv[1]), ArtifactRef.model_validate_json(sys.argv[2]))
+with prefect_api(apply_environment()) as api:
+    api.wait()
+    capturing(Recipe.model_validate_json(sys.argv[1]), ArtifactRef.model_validate_json(sys.argv[2]))
 """
 
 
@@ -188,6 +193,7 @@ def test_a_signal_while_several_engines_start_is_heard_by_all_of_them(
         process.wait(120)
         assert time.monotonic() - signalled < 30
         assert len(list((run.home / "logs").glob("vllm-*.log"))) == 2, "one each, and none that was tried again"
+        await_silence(run.home)
         assert not list((run.home / "engines").glob("*.json"))
     finally:
         process.kill()
