@@ -83,6 +83,9 @@ class Runtime(StrictModel):
             raise ValueError("`store` belongs to a runtime given by `url`; `capture.backend` is for our own engines")
         if self.api_key_variable is not None and self.url is None:
             raise ValueError("`api_key_variable` belongs to a runtime given by `url`")
+        if self.url is not None and ("@" in self.url or "?" in self.url):
+            # a recipe becomes a parameter of runs, a line of logs and part of reports
+            raise ValueError("`url` may hold no secret: give a key by `api_key_variable`")
         return self
 
     def api_key(self) -> str | None:

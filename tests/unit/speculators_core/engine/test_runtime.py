@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from speculators_core.config import Recipe, validate
 from speculators_core.engine.runtime import Runtime, RuntimeInfo, probe_runtime
-from speculators_core.errors import EngineError
+from speculators_core.errors import ConfigError, EngineError
 
 INFO = RuntimeInfo(vllm="1", build="b", device="cpu", model_runner="v1", torch="t", transformers="f")
 
@@ -27,6 +28,13 @@ def test_a_runtime_is_an_interpreter_or_a_url() -> None:
     for wrong in ({}, {"python": "/p", "url": "http://h"}):
         with pytest.raises(ValidationError, match="exactly one"):
             Runtime(**wrong)
+
+
+@pytest.mark.parametrize("url", ["http://me:hunter2@gpu:8000", "http://gpu:8000?api_key=hunter2"])
+def test_a_url_holds_no_secret(url: str) -> None:
+    with pytest.raises(ConfigError, match="api_key_variable") as refused:
+        validate(Recipe, {"runtime": {"url": url}}, where="recipe")
+    assert "hunter2" not in str(refused.value)
 
 
 def test_the_key_holds_what_decision_1_names() -> None:
