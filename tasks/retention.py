@@ -18,6 +18,7 @@ from speculators_core.lifecycle.plan import MADE_OF, MadeOf
 from speculators_core.lifecycle.promotion import CHAMPION, audit_log, served_by
 from speculators_core.lifecycle.retention import Item, Plan, Root, plan_sweep
 from speculators_core.locks import file_lock
+from speculators_core.stages.states import RECORDS
 from speculators_core.store import Store, write_atomic
 from speculators_core.store.files import discard
 from speculators_core.types import ArtifactRef, StrictModel
@@ -77,7 +78,7 @@ def collect(*, keep_days: float, quota_bytes: int | None = None) -> Swept:
     with file_lock(settings().locks, "gc"):
         store = open_store(settings())
         store.empty_trash()
-        shutil.rmtree(_fetched_trash(), ignore_errors=True)
+        shutil.rmtree(_trash(), ignore_errors=True)
         plan = plan_gc(keep_days=keep_days, quota_bytes=quota_bytes)
         refs = {_name(ref): ref for ref in store.artifacts()}
         deleted: list[str] = []
@@ -90,7 +91,11 @@ def collect(*, keep_days: float, quota_bytes: int | None = None) -> Swept:
             elif line.name.startswith(f"{FETCHED}/"):
                 with sole_user(settings(), line.name.removeprefix(f"{FETCHED}/")) as gone:
                     if gone:
-                        discard(settings().home / line.name, _fetched_trash())
+                        discard(settings().home / line.name, _trash())
+            elif line.name.startswith(f"{RECORDS}/"):
+                gone = not _stages_run(store)
+                if gone:
+                    discard(settings().home / line.name, _trash())
             else:
                 gone = False  # replaced meanwhile: another artifact, which this plan has not seen
             (deleted if gone else left).append(line.name)
@@ -99,7 +104,7 @@ def collect(*, keep_days: float, quota_bytes: int | None = None) -> Swept:
 
 
 def list_items(store: Store) -> Iterator[Item]:
-    """Artifacts with their lineage, then what killed stages left, then drafts that were fetched from the registry.
+    """Artifacts with their lineage, then what killed stages left, drafts fetched from the registry, states of replies.
 
     Raises:
         StoreError: a manifest cannot be read: what it was made of would pass for unreferenced.
@@ -116,8 +121,9 @@ def list_items(store: Store) -> Iterator[Item]:
         )
     for kind, digest, path in store.workspaces():
         yield _directory(f"work/{kind}/{digest}", path)
-    for path in sorted((settings().home / FETCHED).glob("[!.]*")):
-        yield _directory(f"{FETCHED}/{path.name}", path)
+    for folder in (FETCHED, RECORDS):
+        for path in sorted((settings().home / folder).glob("[!.]*")):
+            yield _directory(f"{folder}/{path.name}", path)
 
 
 def _directory(name: str, path: Path) -> Item:
@@ -139,10 +145,17 @@ def list_roots(store: Store, items: tuple[Item, ...]) -> Iterator[Root]:
 
 def _in_use(store: Store, item: Item) -> bool:
     kind, digest = item.name.split("/")[-2:]
+    if kind == RECORDS:
+        return _stages_run(store)
     if kind != FETCHED:
         return store.busy(kind, digest)
     with sole_user(settings(), digest, create=False) as free:
         return not free
+
+
+def _stages_run(store: Store) -> bool:
+    """Whether any stage is making something: it may read the states that came with its replies."""
+    return any(store.busy(kind, digest) for kind, digest, _ in store.workspaces())
 
 
 def registered_roots(found: Settings) -> list[Root]:
@@ -251,8 +264,8 @@ def resolve(store: Store, reference: str) -> ArtifactRef:
     return found[0]
 
 
-def _fetched_trash() -> Path:
-    return settings().home / "scratch" / "fetched-trash"
+def _trash() -> Path:
+    return settings().home / "scratch" / "trash"
 
 
 def _write_pins(home: Path, pins: list[Pin]) -> None:

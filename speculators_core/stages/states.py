@@ -25,6 +25,9 @@ from speculators_core.verifier.fingerprint import capture_key
 if TYPE_CHECKING:
     from speculators_core.engine.server import Engine
 
+RECORDS = "records"
+"""Directory of the state root with the states that came with regenerated replies."""
+
 
 def regenerate(run: Run) -> StageResult:
     """The verifier answers the conversations anew; the same requests leave its hidden states for `capture`."""
@@ -195,7 +198,7 @@ def records_of(run: Run, key: str) -> Path:
     """Where the records of regenerated replies lie until they are a set; other layers or codec, another place."""
     codec = run.recipe.capture.codec
     told = [*map(str, run.layer_ids), *([codec] if codec != "none" else [])]
-    return run.home / "records" / f"{key[:24]}-{'-'.join(told)}"
+    return run.home / RECORDS / f"{key[:24]}-{'-'.join(told)}"
 
 
 def require_same_rendering(run: Run, rows: RowSet, engine: Engine) -> None:

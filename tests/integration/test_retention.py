@@ -277,3 +277,19 @@ def test_a_fetched_draft_stays_while_it_is_used(home: Path, monkeypatch: pytest.
     grow_old(home)
     retention.collect(keep_days=KEEP_DAYS)
     assert not path.exists()
+
+
+def test_states_that_came_with_replies_go_when_no_stage_runs(home: Path) -> None:
+    records = home / "records" / "0123-2-15-27"
+    records.mkdir(parents=True)
+    (records / "a.safetensors").write_bytes(b"x" * 100)
+    then = time.time() - 90 * 86_400
+    for path in (records / "a.safetensors", records):
+        os.utime(path, (then, then))
+    store = retention.open_store(settings())
+    store.workspace("states", "made-just-now")
+    with store.single_flight("states", "made-just-now"):
+        retention.collect(keep_days=KEEP_DAYS)
+        assert records.is_dir(), "it may be made of them"
+    assert "records/0123-2-15-27" in retention.collect(keep_days=KEEP_DAYS).deleted
+    assert not records.exists()
