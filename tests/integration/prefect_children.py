@@ -59,6 +59,7 @@ def show(secret: str) -> None:
     """A flow that shows a stage's report and a candidate's, both with a secret in them; print Prefect's artifacts."""
     with prefect_api(settings()) as api:
         from prefect.client.orchestration import get_client
+        from prefect.context import get_run_context
 
         from speculators_core.config import load_recipe
         from speculators_core.evaluation.candidate import CandidateReport
@@ -80,14 +81,16 @@ def show(secret: str) -> None:
         run = Run(load_recipe(ROOT / "deployments" / "recipes" / "demo.yaml"), settings().home)
 
         @pipeline_flow("show")
-        def shows() -> None:
+        def shows() -> str:
             show_summary("evaluate", result, told)
             publish_report(run, report)
+            return str(get_run_context().flow_run.id)
 
         api.wait()
-        shows()
+        own = shows()
         with get_client(sync_client=True) as client:
-            print(json.dumps({artifact.key: artifact.data for artifact in client.read_artifacts()}))
+            found = [artifact for artifact in client.read_artifacts() if str(artifact.flow_run_id) == own]
+        print(json.dumps({artifact.key: artifact.data for artifact in found}))
 
 
 def hold_child() -> None:
