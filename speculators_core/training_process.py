@@ -83,7 +83,7 @@ def read_outcome(output: Path) -> TrainReport:
     if outcome.outcome == "finished":
         return TrainReport.model_validate_json((output / RESULT).read_text())
     kind = getattr(errors, outcome.error or "", TrainingError)
-    assert isinstance(kind, type) and issubclass(kind, (DraftsmithError, Interrupted))
+    assert isinstance(kind, type) and issubclass(kind, DraftsmithError)
     raise kind(outcome.what or "training failed", mend=outcome.mend)
 
 
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
 
         train(request)
         outcome, status = Outcome(outcome="finished"), 0
-    except (DraftsmithError, Interrupted) as error:
+    except DraftsmithError as error:
         stopped = isinstance(error, Interrupted)
         outcome = Outcome(
             outcome="interrupted" if stopped else "failed", error=type(error).__name__, what=error.what, mend=error.mend

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from speculators_core import errors
-from speculators_core.errors import ConfigError, DraftsmithError, Interrupted
+from speculators_core.errors import ConfigError, DraftsmithError
 from speculators_core.types import Counted
 
 Part = TypeVar("Part")
@@ -76,16 +76,16 @@ class World:
         if self.size == 1:
             yield
             return
-        mine: DraftsmithError | Interrupted | None = None
+        mine: DraftsmithError | None = None
         try:
             yield
-        except (DraftsmithError, Interrupted) as error:
+        except DraftsmithError as error:
             mine = error
         if not self.sum(torch.tensor([mine is not None], dtype=torch.float64))[0]:
             return
         told = self.gather(None if mine is None else [type(mine).__name__, mine.what, mine.mend])
         rank, (name, what, mend) = next((rank, cause) for rank, cause in enumerate(told) if cause is not None)
-        kind: type[DraftsmithError | Interrupted] = getattr(errors, name, DraftsmithError)
+        kind: type[DraftsmithError] = getattr(errors, name, DraftsmithError)
         raise kind(f"rank {rank}: {what}", mend=mend) from mine
 
     def together(self, parts: Generator[Part]) -> Iterator[Part]:
