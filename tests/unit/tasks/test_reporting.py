@@ -17,14 +17,15 @@ def test_secrets_in_a_recipe_are_not_shown() -> None:
     recipe = load_recipe(
         RECIPES / "demo.yaml",
         [
-            "runtime={url: 'http://me:hunter2@gpu:8000', api_key_variable: GPU_KEY}",
+            "runtime={url: 'http://gpu:8000', api_key_variable: GPU_KEY}",
+            "capture={backend: s3, backend_config: {root: 's3://b/p', endpoint_url: 'http://me:hunter2@s3:9000'}}",
             "serve.engine.extra_args=['--api-key', 'hunter3', '--seed', '4']",
         ],
     )
     shown = resolved(recipe)
     assert "hunter" not in shown
     found = yaml.safe_load(shown)
-    assert found["runtime"]["url"] == "http://[redacted]@gpu:8000"
+    assert found["capture"]["backend_config"]["endpoint_url"] == "http://[redacted]@s3:9000"
     assert found["runtime"]["api_key_variable"] == "GPU_KEY"
     assert found["serve"]["engine"]["extra_args"] == ["--api-key", "[redacted]", "--seed", "4"]
 
