@@ -16,14 +16,13 @@ from pathlib import Path
 from pydantic import Field
 
 from speculators_core.engine.client import GenerationRequest
+from speculators_core.engine.config import NO_PREFIX_CACHING
 from speculators_core.engine.runtime import Runtime, probe_runtime
 from speculators_core.engine.server import Engine, ServerSpec, serve
 from speculators_core.states.capture import capture, capture_server
 from speculators_core.states.collect import Row, Rows, ids_of
 from speculators_core.states.config import CaptureConfig
 from speculators_core.types import StrictModel
-
-NO_PREFIX_CACHING = "--no-enable-prefix-caching"
 
 
 class BatchSettings(StrictModel):

@@ -14,6 +14,8 @@ from pydantic import Field
 from speculators_core.engine.runtime import RuntimeInfo
 from speculators_core.types import Json, StrictModel
 
+NO_PREFIX_CACHING = "--no-enable-prefix-caching"
+"""An extra argument: nothing of an earlier request is used again."""
 EngineDtype = Literal["auto", "bfloat16", "float16", "float32", "half", "float"]
 """What vLLM's --dtype takes."""
 

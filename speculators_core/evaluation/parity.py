@@ -24,7 +24,7 @@ from hs_connectors.probe import ProbedStep, ProbeSettings
 from speculators_core.data.check import check_against_engine
 from speculators_core.data.rows import RowSet
 from speculators_core.engine.client import EngineClient, GenerationRequest
-from speculators_core.engine.config import ServerSpec
+from speculators_core.engine.config import NO_PREFIX_CACHING, ServerSpec
 from speculators_core.engine.metrics import SpecDecodeCounters
 from speculators_core.engine.runtime import Runtime
 from speculators_core.engine.server import serve
@@ -129,7 +129,7 @@ def walk_ladder(
             max_num_seqs=4,
             kv_cache_gib=config.kv_cache_gib,
             speculative=speculation(served, k),
-            extra_args=("--no-enable-prefix-caching",),  # the probe must see every request from its beginning
+            extra_args=(NO_PREFIX_CACHING,),  # the probe must see every request from its beginning
             env=ProbeSettings(recording, steps=len(prompts) * (config.max_new_tokens + 1)).to_environment(),
             trust_remote_code=trust_remote_code,
         )

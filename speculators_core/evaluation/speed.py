@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from speculators_core.engine.config import NO_PREFIX_CACHING
 from speculators_core.evaluation.records import SpeedMeasurement
 from speculators_core.evaluation.report import Speed, write_text
 from speculators_core.evaluation.runs import Conditions, generation_requests, run_prompts, warm_up
@@ -17,7 +18,7 @@ from speculators_core.evaluation.served import draft_digest, drafted_tokens, ser
 
 # Later rounds must not find the first one in the prefix cache; and each engine gets half a GPU (the size of the KV
 # cache is given, so the share only tells vLLM how much memory must be free when it starts).
-_BESIDE_ANOTHER = ("--no-enable-prefix-caching", "--gpu-memory-utilization", "0.45")
+_BESIDE_ANOTHER = (NO_PREFIX_CACHING, "--gpu-memory-utilization", "0.45")
 
 
 def measure_speed(draft_dir: Path, conditions: Conditions, output: Path) -> SpeedMeasurement:

@@ -19,6 +19,7 @@ from pydantic import Field
 from hs_connectors.contract import CaptureSettings, Reader, kv_transfer_config, speculative_config
 from hs_connectors.errors import SettingsError
 from hs_connectors.registry import open_reader
+from speculators_core.engine.config import NO_PREFIX_CACHING
 from speculators_core.engine.runtime import Runtime, probe_runtime
 from speculators_core.engine.server import Engine, ServerSpec, serve
 from speculators_core.errors import CaptureError, ConfigError, DiskSpaceError
@@ -140,6 +141,7 @@ def capture_server(
         speculative=speculative_config(settings),
         kv_transfer=kv_transfer_config(settings),
         trust_remote_code=trust_remote_code,
+        extra_args=() if config.prefix_caching else (NO_PREFIX_CACHING,),
     )
 
 

@@ -35,6 +35,11 @@ class CaptureConfig(StrictModel):
         ge=1,
         description="tokens in one engine step; null: 1024 on a CPU, else vLLM's default",
     )
+    prefix_caching: bool = Field(
+        True,
+        description="whether rows share states of common beginnings; false: with max_num_seqs=1 a row's states are the "
+        "same bits in whatever order rows come",
+    )
     kv_cache_gib: float = Field(
         2.0, gt=0, description="memory for the engine's cache, which also holds the states, GiB"
     )

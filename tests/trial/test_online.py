@@ -1,7 +1,7 @@
 """Training on states that a real engine streams, through deaths in mid-epoch, over every store, against captured ones.
 
-Each row has an engine step to itself here: which rows share one decides the last bits of a live engine's states. So the
-losses are the same to the last bit, whatever road the states came by.
+Each row has an engine step to itself here, and no beginning that another row left: both decide the last bits of a live
+engine's states. So the losses are the same to the last bit, whatever road the states came by.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -23,7 +24,6 @@ from speculators_core.config import load_recipe
 from speculators_core.errors import TrainingError
 from speculators_core.run import Run
 from speculators_core.training.callbacks.metrics_log import read_metrics
-from speculators_core.types import ProgressCallback
 from tests.engine.loop import RECIPE, engines_of
 from tests.environment import ROOT
 from tests.services import S3Server
@@ -36,7 +36,7 @@ SETTINGS = (
     "data.validation_share=0.15",
     "data.max_length=300",
     "draft_vocabulary=2048",
-    "capture={parity_rows: 2, concurrency: 8, max_num_seqs: 1}",
+    "capture={parity_rows: 2, concurrency: 8, max_num_seqs: 1, prefix_caching: false}",
     "training={epochs: 2, row_tokens: 512, threads: 1, log_every_steps: 1, checkpoint: {every_steps: 4}}",
     "training.validation.walk_rows=0",
 )
@@ -52,8 +52,8 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # where the recipe's paths begin
 
 
-def run_in(home: Path, *overrides: str, progress: ProgressCallback | None = None) -> Run:
-    return Run(load_recipe(RECIPE, (*SETTINGS, *overrides)), home, progress=progress)
+def run_in(home: Path, *overrides: str) -> Run:
+    return Run(load_recipe(RECIPE, (*SETTINGS, *overrides)), home)
 
 
 def losses_of(run: Run, states: Any) -> Losses:
@@ -93,9 +93,10 @@ def test_an_engine_killed_in_mid_epoch_comes_back_on_another_port(
     offline: Losses, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     look, killed = killing(tmp_path, "vllm", 3)
-    run = run_in(tmp_path, *ONLINE, progress=look)
+    run = run_in(tmp_path, *ONLINE)
+    dataset = stages.prepare(run).ref
     with caplog.at_level(logging.WARNING):
-        found = losses_of(run, stages.prepare(run).ref)
+        found = losses_of(replace(run, progress=look), dataset)
     assert killed and [text for text in caplog.messages if "engine 0 is started again" in text]
     assert found == offline
     assert_nothing_left(tmp_path)
@@ -103,10 +104,10 @@ def test_an_engine_killed_in_mid_epoch_comes_back_on_another_port(
 
 def test_a_hybrid_training_killed_in_mid_epoch_goes_on(offline: Losses, tmp_path: Path) -> None:
     look, killed = killing(tmp_path, "trainer", 6)
-    run = run_in(tmp_path, *HYBRID, progress=look)
+    run = run_in(tmp_path, *HYBRID)
     dataset = stages.prepare(run).ref
     with pytest.raises(TrainingError, match="ended without a word"):
-        stages.train(run, dataset)
+        stages.train(replace(run, progress=look), dataset)
     assert killed
     assert losses_of(run, dataset) == offline
     assert_nothing_left(tmp_path)
