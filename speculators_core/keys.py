@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
 from speculators_core import registry
@@ -24,14 +24,11 @@ ALGORITHM = "algorithm"
 class Key(StrictModel):
     """One key of a recipe."""
 
-    name: str
-    """Dotted, as `--set` takes it."""
-    type: str
-    default: str | None
-    """As YAML; None where the key must be given."""
-    meaning: str
-    algorithm: str | None = None
-    """The `kind` that owns it, for a knob of an algorithm."""
+    name: str = Field(description="dotted, as `--set` takes it")
+    type: str = Field(description="in the words of a recipe, with its bounds")
+    default: str | None = Field(description="as YAML; None where the key must be given")
+    meaning: str = Field(description="what it is for")
+    algorithm: str | None = Field(None, description="the `kind` that owns it, for a knob of an algorithm")
 
 
 def describe_keys(under: str | None = None) -> list[Key]:

@@ -66,14 +66,14 @@ class Ledger:
         """Count what the block takes; it calls what is handed to it with the artifact's metadata when it is done.
 
         Args:
-            key: of what is made; that of a part, which may be made beside others, begins with the whole's.
+            key: of what is made; that of a part, which may be made beside others, is the whole's, `-` and more.
             expected: what the whole stage is expected to take, from rates of earlier runs; asked only where there is a
                 budget. What earlier attempts at it took is taken off.
 
         Raises:
             BudgetError: it would take more than is left, or (from `check`) has.
         """
-        earlier = sum((entry.took for entry in self.entries() if entry.key.startswith(key)), Amount())
+        earlier = sum((entry.took for entry in self.entries() if f"{entry.key}-".startswith(f"{key}-")), Amount())
         wanted = self.priced(stage, expected()).less(earlier) if self.limited else Amount()
         spent = self.spent() if self.limited else Amount()
         if over := excess(self._budget, spent + wanted):

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 EXIT_INTERRUPTED = 75
 """Exit status after a signal: progress is saved, the same command goes on. (EX_TEMPFAIL of sysexits.)"""
-_GRACE_S = 300
-"""What a stop may take: a step or a row of a validation is finished, and a checkpoint is written."""
+_GRACE_S = 25
+"""What a stop may take, for a step or a row of a validation and a checkpoint: whoever cancels waits 30 s at most."""
 
 
 def run_training(

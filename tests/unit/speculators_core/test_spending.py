@@ -121,6 +121,16 @@ def test_parts_beside_each_other_share_a_budget_and_are_earlier_attempts_at_the_
     assert ledger(tmp_path).spent().tokens == 1000, "no token is counted twice"
 
 
+def test_the_tenth_part_is_no_earlier_attempt_at_the_first(tmp_path: Path, clock: SimpleNamespace) -> None:
+    with ledger(tmp_path).attempt("capture", "key-share-10", Amount):
+        clock.value += 40
+    limited, wanted = ledger(tmp_path, hours=50 / 3600), Amount(seconds=15)
+    with pytest.raises(BudgetError), limited.attempt("capture", "key-share-1", lambda: wanted):
+        raise AssertionError("40 s are spent, 15 are wanted, 50 may be")
+    with limited.attempt("capture", "key-share-10", lambda: wanted):
+        pass
+
+
 def test_a_stage_asks_what_it_will_take_only_where_there_is_a_budget(tmp_path: Path, clock: SimpleNamespace) -> None:
     def run(**budget: float) -> Run:
         content = {

@@ -9,8 +9,10 @@ import pytest
 import torch
 from synthetic_states import FACTS, make_rows, record_for, states_for
 
+from speculators_core.engine.config import NO_PREFIX_CACHING, build_arguments
 from speculators_core.errors import CaptureError, ConfigError, DiskSpaceError
-from speculators_core.states.capture import require_disk
+from speculators_core.states.capture import capture_server, require_disk
+from speculators_core.states.config import CaptureConfig
 from speculators_core.states.gates import check_layers, check_record
 from speculators_core.states.parity import compare_states
 
@@ -100,6 +102,13 @@ def test_parity_accepts_rounding_and_names_the_layer_that_differs():
     captured[0][3, 0] = float("nan")
     with pytest.raises(CaptureError, match="cosine"):
         compare_states(captured, reference, (1, 2, 4), 0.999)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_rows_share_beginnings_unless_told_otherwise(shared: bool, tmp_path: Path):
+    config = CaptureConfig(prefix_caching=shared)
+    spec = capture_server(config, tmp_path, (1, 2), "f" * 64, tmp_path, max_model_len=64, device="cpu")
+    assert (NO_PREFIX_CACHING in build_arguments(spec, 8000)) is not shared
 
 
 def test_too_little_disk_is_refused_with_both_figures(tmp_path: Path):
