@@ -1,8 +1,7 @@
-"""Locks between processes that die with their holder."""
+"""Locks by name, for work that is short: who waits long for one is told of the process that holds it."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -12,34 +11,28 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from speculators_core.errors import RegistryError
+from speculators_core.store.files import file_lock
 
 
 @contextmanager
-def file_lock(directory: Path, name: str, *, timeout_s: float = 120) -> Iterator[None]:
-    """Hold `<directory>/<name>.lock` exclusively; the kernel frees it when the holder ends, however it ends.
+def named_lock(directory: Path, name: str, *, timeout_s: float = 120) -> Iterator[None]:
+    """Hold `<directory>/<name>.lock` exclusively, as `file_lock` does, but give up after a time.
 
     Raises:
         RegistryError: somebody else held it for `timeout_s`; names the process.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     safe = re.sub(r"[^\w.-]", "_", name)
     if safe != name or len(safe) > 100:
         safe = f"{safe[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
-    with (directory / f"{safe}.lock").open("a+") as stream:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    stream.seek(0)
-                    raise RegistryError(
-                        f"process {stream.read()} has held {stream.name} for {timeout_s:.0f} s",
-                        mend="wait for that draftsmith command to end, or stop it; the lock goes with it",
-                    ) from None
-                time.sleep(0.05)
-        stream.truncate(0)
-        stream.write(str(os.getpid()))
-        stream.flush()
+    path, deadline = directory / f"{safe}.lock", time.monotonic() + timeout_s
+
+    def give_up() -> None:
+        if time.monotonic() >= deadline:
+            raise RegistryError(
+                f"process {path.read_text()} has held {path} for {timeout_s:.0f} s",
+                mend="wait for that draftsmith command to end, or stop it; the lock goes with it",
+            )
+
+    with file_lock(path, f"the lock {path}", look=give_up):
+        path.write_text(str(os.getpid()))
         yield

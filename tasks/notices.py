@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from speculators_core.errors import ConfigError, RegistryError
-from speculators_core.locks import file_lock
+from speculators_core.locks import named_lock
 from speculators_core.store import write_atomic
 from speculators_core.types import StrictModel
 from tasks.adapters.redaction import redact
@@ -65,7 +65,7 @@ def post(notice: Notice) -> None:
 
 def deliver(channels: Sequence[Channel] | None = None) -> None:
     """Send every message to each channel that wants it and has not taken it yet; old ones are forgotten."""
-    with file_lock(settings().locks, "notices"):
+    with named_lock(settings().locks, "notices"):
         for path, notice in _notices():
             age = time.time() - notice.time
             if age > _FORGET_S:

@@ -17,7 +17,7 @@ from speculators_core.lifecycle.matrix import cells
 from speculators_core.lifecycle.plan import MADE_OF, MadeOf
 from speculators_core.lifecycle.promotion import CHAMPION, audit_log, served_by
 from speculators_core.lifecycle.retention import Item, Plan, Root, plan_sweep
-from speculators_core.locks import file_lock
+from speculators_core.locks import named_lock
 from speculators_core.stages.states import RECORDS
 from speculators_core.store import Store, write_atomic
 from speculators_core.store.files import discard
@@ -75,7 +75,7 @@ def collect(*, keep_days: float, quota_bytes: int | None = None) -> Swept:
     Each artifact goes out of sight by one rename before its files are deleted; what a killed sweep left half deleted
     is deleted by the next. Somebody who begins to use an artifact meanwhile keeps it.
     """
-    with file_lock(settings().locks, "gc"):
+    with named_lock(settings().locks, "gc"):
         store = open_store(settings())
         store.empty_trash()
         shutil.rmtree(_trash(), ignore_errors=True)
@@ -204,7 +204,7 @@ def pin(reference: str, *, why: str = "") -> Pin:
     """
     ref = resolve(open_store(settings()), reference)
     added = Pin(name=_name(ref), digest=ref.digest, why=why, when=datetime.now(UTC).isoformat(timespec="seconds"))
-    with file_lock(settings().locks, "pins"):
+    with named_lock(settings().locks, "pins"):
         others = [one for one in read_pins(settings().home) if one.digest != added.digest]
         _write_pins(settings().home, [*others, added])
     return added
@@ -216,7 +216,7 @@ def unpin(reference: str) -> Pin:
     Raises:
         ConfigError: nothing of that name is pinned.
     """
-    with file_lock(settings().locks, "pins"):
+    with named_lock(settings().locks, "pins"):
         pins = read_pins(settings().home)
         found = [one for one in pins if one.name.startswith(reference) or one.digest.startswith(reference)]
         if len(found) != 1:

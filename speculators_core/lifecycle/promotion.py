@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError
 from speculators_core.engine.runtime import UNTESTED
 from speculators_core.errors import RegistryError
 from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG, cell_of
-from speculators_core.locks import file_lock
+from speculators_core.locks import named_lock
 from speculators_core.types import StrictModel
 
 __all__ = [
@@ -384,7 +384,7 @@ def _append(home: Path, entry: AuditEntry) -> None:
     path = _audit_path(home)
     path.parent.mkdir(parents=True, exist_ok=True)
     # other models append here too
-    with file_lock(home / "locks", "promotions", timeout_s=_LOCK_TIMEOUT_S), path.open("a+b") as file:
+    with named_lock(home / "locks", "promotions", timeout_s=_LOCK_TIMEOUT_S), path.open("a+b") as file:
         size = file.seek(0, os.SEEK_END)
         if size:
             file.seek(size - 1)
@@ -402,7 +402,7 @@ def _audit_path(home: Path) -> Path:
 
 def _locked(home: Path, model: str) -> AbstractContextManager[None]:
     """One promotion of a model at a time."""
-    return file_lock(home / "locks", f"promotion-{model}", timeout_s=_LOCK_TIMEOUT_S)
+    return named_lock(home / "locks", f"promotion-{model}", timeout_s=_LOCK_TIMEOUT_S)
 
 
 def _named(version: str | None) -> str:

@@ -30,7 +30,7 @@ from pydantic import Field
 
 from speculators_core.errors import RegistryError
 from speculators_core.lifecycle.promotion import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG
-from speculators_core.locks import file_lock
+from speculators_core.locks import named_lock
 from speculators_core.store.manifest import MANIFEST_NAME, Manifest, sha256_file
 from speculators_core.types import StrictModel
 from tasks.adapters.redaction import redact
@@ -147,7 +147,7 @@ class DraftRegistry:
         with (
             draft_is_kept(draft, retry_hint),
             mlflow_errors("register the draft", self._uri),
-            file_lock(locks, f"registry-{deployment}"),
+            named_lock(locks, f"registry-{deployment}"),
         ):
             self._ensure_model(deployment)
             found = self._find_version(deployment, facts)
@@ -156,7 +156,7 @@ class DraftRegistry:
                     if found.tags.get(name) != value and not (name in _FIRST_COUNTS and name in found.tags):
                         self._client.set_model_version_tag(deployment, found.version, name, value)
                 return self._result(deployment, found, facts.draft_digest, created=False)
-            with file_lock(locks, f"upload-{facts.draft_digest}", timeout_s=3600):
+            with named_lock(locks, f"upload-{facts.draft_digest}", timeout_s=3600):
                 model = self._whole_model(expected, facts.draft_digest) or self._upload(draft, manifest, facts, run_id)
             self._require_whole(model, expected)
             version = self._client.create_model_version(

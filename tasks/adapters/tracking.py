@@ -30,7 +30,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.store.entities import PagedList
 
 from speculators_core.errors import DraftsmithError, RegistryError
-from speculators_core.locks import file_lock
+from speculators_core.locks import named_lock
 from speculators_core.types import StrictModel
 from tasks.adapters.redaction import redact, scrub, scrubbed_file
 from tasks.adapters.settings import Settings
@@ -230,7 +230,7 @@ class Tracking:
         """
         self.settings = settings
         self.uri = settings.tracking_uri
-        with file_lock(settings.locks, "mlflow-init"), mlflow_errors("open its store", self.uri):
+        with named_lock(settings.locks, "mlflow-init"), mlflow_errors("open its store", self.uri):
             if (database := settings.sqlite_file) is not None:
                 database.parent.mkdir(parents=True, exist_ok=True)
             mlflow.set_tracking_uri(self.uri)
@@ -257,7 +257,7 @@ class Tracking:
 
         Children that were left RUNNING by dead processes of this host are marked KILLED.
         """
-        with file_lock(self.settings.locks, f"parent-{recipe_digest}"), mlflow_errors("open the run", self.uri):
+        with named_lock(self.settings.locks, f"parent-{recipe_digest}"), mlflow_errors("open the run", self.uri):
             query = f"tags.`{RECIPE_TAG}` = '{recipe_digest}'"
             found = [run for run in self._runs(query) if PARENT_TAG not in run.data.tags]
             if found:
@@ -284,7 +284,7 @@ class Tracking:
         self, parent: str, name: str, *, tags: Mapping[str, str | None], allow_text: bool = False
     ) -> Iterator[StageRun]:
         """A new child run for one attempt at a stage; ends FINISHED, FAILED, or KILLED when interrupted."""
-        with file_lock(self.settings.locks, f"parent-{parent}"), mlflow_errors("start the stage's run", self.uri):
+        with named_lock(self.settings.locks, f"parent-{parent}"), mlflow_errors("start the stage's run", self.uri):
             attempt = 1 + sum(run.data.tags.get(STAGE_TAG) == name for run in self._children(parent))
             run = self.client.create_run(
                 self.experiment_id,

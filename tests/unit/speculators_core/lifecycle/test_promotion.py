@@ -26,7 +26,7 @@ from speculators_core.lifecycle.promotion import (
     rollback,
     settle,
 )
-from speculators_core.locks import file_lock
+from speculators_core.locks import named_lock
 
 GOOD = {FINGERPRINT_TAG: "f" * 64, RUNTIME_TAG: "r" * 64, GATE_TAG: "pass"}
 
@@ -373,7 +373,7 @@ def test_a_promoter_that_was_stopped_holds_nobody_up_for_ever(registry, tmp_path
     monkeypatch.setattr(promotion, "_LOCK_TIMEOUT_S", 0.1)
     for name in ("promotion-chat", "promotions"):
         with (
-            file_lock(tmp_path / "locks", name),
+            named_lock(tmp_path / "locks", name),
             pytest.raises(RegistryError, match=f"process {os.getpid()} has held .*{name}.lock"),
         ):
             move(registry, "1", None, tmp_path)
