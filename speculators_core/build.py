@@ -146,7 +146,13 @@ def _assemble(request: TrainRequest, world: World, states: States) -> tuple[Trai
     vocabulary = _draft_vocabulary(request, states, world)
     model = algorithm.build(settings, Path(request.verifier), vocabulary, config.seed)
     if request.warm_start is not None:
-        start_from(model, Path(request.warm_start), head=request.warm_head, names=partial(algorithm.names, settings))
+        start_from(
+            model,
+            Path(request.warm_start),
+            head=request.warm_head,
+            names=partial(algorithm.names, settings),
+            additions=algorithm.additions,
+        )
     objective = algorithm.objective(settings)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     with world.one_fate():  # each looks at a row

@@ -84,14 +84,14 @@ def try_warm_start(
     from speculators_core.training.weights import start_from
 
     algorithm, settings = algorithm_of(algorithm_settings)
-    kind = read_config(start).get("speculators_model_type")
-    if kind != algorithm.name:
+    kind, kinds = read_config(start).get("speculators_model_type"), (algorithm.name, *algorithm.starts_from)
+    if kind not in kinds:
         raise ConfigError(
             f"training.warm_start: {start} is a draft of {kind}, but algorithm.kind is {algorithm.name}",
-            mend="name a draft of the same algorithm, or remove training.warm_start",
+            mend=f"name a draft of {' or '.join(kinds)}, or remove training.warm_start",
         )
     model = _untrained(algorithm, settings, verifier, draft_vocabulary_size)
-    start_from(model, start, head=head, names=partial(algorithm.names, settings))
+    start_from(model, start, head=head, names=partial(algorithm.names, settings), additions=algorithm.additions)
 
 
 def _untrained(algorithm: Algorithm, settings: StrictModel, verifier: Path, draft_vocabulary_size: int | None) -> Any:

@@ -208,6 +208,8 @@ class Algorithm:
     stitch      (draft_dir, verifier_dir, target, *, link) -> number of tensors replaced; writes the verifier with the
                 draft in it, which vLLM then serves by the method of the algorithm's name; None: a draft is served alone
     names       (config, exported tensors) -> the same by the model's own names, to start training from a draft
+    starts_from names of other algorithms whose drafts training may start from
+    additions   beginnings of names of trained tensors that the draft to start from may lack: they stay fresh
     """
 
     name: str
@@ -221,6 +223,8 @@ class Algorithm:
     proposer: Proposer | None = None
     stitch: Callable[..., int] | None = None
     names: Callable[..., Mapping[str, Tensor]] = same_names
+    starts_from: tuple[str, ...] = ()
+    additions: tuple[str, ...] = ()
 
 
 class ArtifactRef(StrictModel):

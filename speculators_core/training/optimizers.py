@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from speculators_core.errors import ConfigError, TrainingError
 from speculators_core.training.config import OptimizerConfig
-
-VOCABULARY_MODULES = ("embed_tokens", "lm_head")
+from speculators_core.training.weights import vocabulary_tables
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,12 @@ class Optimizers:
 def build_optimizers(model: nn.Module, config: OptimizerConfig) -> Optimizers:
     """Optimisers over the parameters of `model` that require a gradient.
 
-    Weight decay reaches matrices only. Muon takes 2-D weights with both sides above 1 that are not tables over a
-    vocabulary: an embedding, a module named embed_tokens or lm_head, or a parameter marked `is_vocabulary = True`.
+    Weight decay reaches matrices only. Muon takes 2-D weights with both sides above 1 that are no `vocabulary_tables`.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
         raise ConfigError("the draft has no trainable parameter", mend="check which parts the algorithm freezes")
-    tables = _vocabulary_names(model)
+    tables = vocabulary_tables(model)
     hidden = [n for n, p in trainable.items() if p.dim() == 2 and min(p.shape) > 1 and n not in tables]
     by_muon = hidden if config.kind == "muon" else []
     decayed = [name for name, p in trainable.items() if name not in by_muon and p.dim() >= 2]
@@ -109,14 +107,6 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig) -> Optimizers:
         rates.append(rate)
         names.append(tuple(by_muon))
     return Optimizers(tuple(members), tuple(rates), tuple(names))
-
-
-def _vocabulary_names(model: nn.Module) -> set[str]:
-    names = {name for name, parameter in model.named_parameters() if getattr(parameter, "is_vocabulary", False)}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) or path.rsplit(".", 1)[-1] in VOCABULARY_MODULES:
-            names.update(f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False))
-    return names
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -7,7 +7,7 @@ start never takes them from the old draft.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -21,8 +21,7 @@ from speculators_core.training import checkpoints
 log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
-HEAD = "lm_head.weight"
-"""Name of the output head in every draft: its rows are tokens."""
+VOCABULARY_MODULES = ("embed_tokens", "lm_head")
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -52,13 +51,15 @@ def start_from(
     *,
     head: bool = True,
     names: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda tensors: tensors,
+    additions: Sequence[str] = (),
 ) -> None:
     """Warm start: trainable weights from a checkpoint or an exported draft; frozen parts stay the new verifier's.
 
     Args:
-        head: False keeps the model's own head also where it is trained: its rows would mean other tokens. So does
-            another choice of draft vocabulary, by itself.
+        head: False keeps the model's own tables over tokens also where they are trained: their rows would mean other
+            tokens. Another choice of draft vocabulary keeps those over draft ids, by itself.
         names: an exported draft's tensors by the model's own names.
+        additions: beginnings of names of tensors that the draft may lack: the model keeps its own.
 
     Raises:
         TrainingError: it is torn.
@@ -77,8 +78,25 @@ def start_from(
             ) from error
     mine, theirs = getattr(model, "d2t", None), tensors.get("d2t")
     same_tokens = mine is theirs if mine is None or theirs is None else torch.equal(mine.cpu(), theirs)
-    own = frozenset() if head and same_tokens else frozenset({HEAD})
-    log.info("warm start from=%s parameters=%d", source, load_trainable_parameters(model, tensors, own=own))
+    added = {n for n, _ in model.named_parameters() if n not in tensors and n.startswith(tuple(additions))}
+    tables = {n for n, over_drafts in vocabulary_tables(model).items() if not head or (over_drafts and not same_tokens)}
+    count = load_trainable_parameters(model, tensors, own=added | tables)
+    log.info("warm start from=%s parameters=%d fresh=%s", source, count, ",".join(sorted(added)) or "none")
+
+
+def vocabulary_tables(model: nn.Module) -> dict[str, bool]:
+    """Parameters with a row for each token, by name: whether for each that the draft can propose, or for all of them.
+
+    An embedding, a module named embed_tokens or lm_head, or a parameter marked `is_vocabulary = True`; of linear
+    layers, rows are draft ids.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        known = isinstance(module, nn.Embedding) or path.rsplit(".", 1)[-1] in VOCABULARY_MODULES
+        for name, parameter in module.named_parameters(recurse=False):
+            if known or getattr(parameter, "is_vocabulary", False):
+                found[f"{path}.{name}" if path else name] = isinstance(module, nn.Linear)
+    return found
 
 
 @torch.no_grad()

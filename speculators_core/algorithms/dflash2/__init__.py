@@ -18,4 +18,5 @@ ALGORITHM = Algorithm(
     check=check,
     mask_token=mask_token,
     proposer=proposer_in(__name__, conventions=("sliding_window_non_causal",)),
+    additions=("mask_embedding",),
 )

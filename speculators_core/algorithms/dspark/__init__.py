@@ -18,4 +18,6 @@ ALGORITHM = Algorithm(
     check=check,
     mask_token=mask_token,
     proposer=proposer_in(__name__, conventions=("sliding_window_non_causal",)),
+    starts_from=("dflash",),
+    additions=("markov_head.", "confidence_head."),
 )

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from speculators_core import stages
 from speculators_core.config import Recipe
-from speculators_core.drafts import export_untrained
+from speculators_core.drafts import algorithm_of, export_untrained
 from speculators_core.errors import ConfigError, FormatError
 from speculators_core.formats.card import ModelCard
 from speculators_core.preflight import check_warm_start
 from speculators_core.run import NotProduced, Run, WarmStart
+from speculators_core.training.weights import start_from
 from speculators_core.types import ArtifactRef
-from tests.unit.speculators_core.algorithms.tiny import write_verifier
+from speculators_core.verifier.weights import read_head
+from tests.unit.speculators_core.algorithms.tiny import vocabulary, write_verifier
 
 STATES = ArtifactRef(kind="states", uri="file:///nowhere", digest="s" * 64)
 
@@ -93,3 +98,42 @@ def test_preflight_refuses_what_training_could_not_begin_from(tmp_path: Path) ->
         check_warm_start(recipe(verifier), verifier, draft, head=True)
     with pytest.raises(FormatError, match=r"nothing holds no config\.json"):
         check_warm_start(recipe(verifier), verifier, verifier / "nothing", head=True)
+
+
+@pytest.mark.parametrize(
+    ("begins", "from_"),
+    [
+        ({"kind": "dspark", "layers": 1}, {"kind": "dflash", "layers": 1}),
+        ({"kind": "dflash", "layers": 1}, {"kind": "dflash", "layers": 1, "train_mask_embedding": False}),
+    ],
+)
+def test_what_the_draft_to_start_from_has_not_yet_stays_fresh(
+    tmp_path: Path, begins: dict[str, object], from_: dict[str, object]
+) -> None:
+    verifier = write_verifier(tmp_path / "verifier")
+    draft = export_untrained(from_, verifier, 40, "org/v", tmp_path / "draft", ModelCard(title="t"))
+    check_warm_start(recipe(verifier).model_copy(update={"algorithm": begins}), verifier, draft, head=True)
+    algorithm, settings = algorithm_of(begins)
+    model, fresh = (algorithm.build(settings, verifier, vocabulary(), 5) for _ in range(2))
+    start_from(model, draft, names=partial(algorithm.names, settings), additions=algorithm.additions)
+    theirs, own = load_file(draft / "model.safetensors"), dict(fresh.named_parameters())
+    for name, parameter in model.named_parameters():
+        expected = theirs[name].float() if name in theirs and parameter.requires_grad else own[name]
+        assert torch.equal(parameter, expected), name
+    assert not own.keys() <= theirs.keys()
+    with pytest.raises(ConfigError, match="is missing"):
+        start_from(model, draft)
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_no_table_over_other_tokens_is_taken(tmp_path: Path, head: bool) -> None:
+    verifier = write_verifier(tmp_path / "verifier")
+    draft = export_untrained({"kind": "peagle"}, verifier, 40, "org/v", tmp_path / "draft", ModelCard(title="t"))
+    changed = write_verifier(tmp_path / "changed", seed=8)
+    algorithm, settings = algorithm_of({"kind": "peagle"})
+    model = algorithm.build(settings, changed, vocabulary(), 5)
+    start_from(model, draft, head=head)
+    source = read_head(verifier if head else changed)
+    begun, theirs = model.state_dict(), load_file(draft / "model.safetensors")
+    assert torch.equal(begun["embed_tokens.weight"], source.embed_VH.float())
+    assert torch.equal(begun["fc.weight"], theirs["fc.weight"].float())
