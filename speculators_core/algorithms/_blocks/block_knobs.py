@@ -107,11 +107,17 @@ class MaskedBlockKnobs(BlockKnobs):
 
 
 def check_blocks(knobs: BlockKnobs, plan: DraftPlan) -> None:
-    """ConfigError where the recipe's rows or tokens do not suit the blocks."""
+    """ConfigError where the recipe's rows, tokens or evaluation do not suit the blocks."""
     if knobs.block_size >= plan.row_tokens:
         raise ConfigError(
             f"algorithm.block_size is {knobs.block_size}, but training.row_tokens only {plan.row_tokens}: "
             "no block would fit into a row",
             mend="lower algorithm.block_size, or raise training.row_tokens",
+        )
+    if plan.k is not None and plan.k > knobs.drafted_tokens:
+        raise ConfigError(
+            f"evaluation.k is {plan.k}, but blocks of algorithm.block_size = {knobs.block_size} learn only "
+            f"{knobs.drafted_tokens} tokens",
+            mend="raise algorithm.block_size, or lower evaluation.k",
         )
     mask_token(knobs, plan.verifier_dir)

@@ -224,3 +224,10 @@ def test_what_does_not_suit_the_recipe_is_refused_before_capture(verifier: Path)
         check_blocks(DFlashConfig(block_size=16), plan)
     with pytest.raises(ConfigError, match="mask_token_id"):
         check_blocks(DFlashConfig(block_size=8, mask_token_id=VOCAB), plan)
+
+
+def test_more_is_not_evaluated_than_is_learned(verifier: Path) -> None:
+    plan = DraftPlan(verifier, VOCAB, None, row_tokens=64, allow_unservable=False, k=7)
+    check_blocks(DFlashConfig(block_size=8), plan)
+    with pytest.raises(ConfigError, match=r"evaluation\.k is 7.* learn only 6 tokens"):
+        check_blocks(DFlashConfig(block_size=7), plan)
