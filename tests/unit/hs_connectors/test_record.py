@@ -146,6 +146,21 @@ def test_states_that_are_not_finite_are_located() -> None:
         pack(record)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [1, 5, 576, 2048])
+def test_one_state_that_is_not_finite_is_found_wherever_it_is(width: int, dtype: torch.dtype) -> None:
+    """Products and sums of any width go through kernels of their own, and each has a tail."""
+    name = str(dtype).removeprefix("torch.")
+    record = replace(make_record(33), dtype=name, hidden_states=torch.randn(33, 3, width).to(dtype))
+    pieces(record)
+    for at in {0, width // 2, width - 1}:
+        for value in (float("nan"), float("inf"), float("-inf")):
+            states = record.hidden_states.clone()
+            states[32, 2, at] = value
+            with pytest.raises(RecordNotFinite, match="position 32"):
+                pieces(replace(record, hidden_states=states))
+
+
 def test_huge_states_whose_sum_overflows_are_finite_all_the_same() -> None:
     record = replace(make_record(), hidden_states=torch.full((7, 3, 5), 3e38, dtype=torch.bfloat16))
     assert_same(unpack(pack(record)), record)
