@@ -153,16 +153,13 @@ class S3Backend:
         self._ask(what, lambda: self._fs.pipe_file(self._path(key + _MANIFEST), content))
 
     def _get(self, path: str, num_bytes: int) -> Payload | None:
-        starts = range(0, num_bytes, self._part_bytes)
-        ends = [min(start + self._part_bytes, num_bytes) for start in starts]
+        starts = range(0, num_bytes, self._part_bytes)[: max(1, num_bytes // self._part_bytes)]
+        ends = [*starts[1:], num_bytes] if starts else []  # the last part takes the rest: no request for a few bytes
         try:
             parts = self._fs.cat_ranges([path] * len(ends), list(starts), ends, max_gap=None, on_error="raise")
         except FileNotFoundError:
             return None  # deleted meanwhile
-        payload = bytearray(num_bytes)
-        for start, end, part in zip(starts, ends, parts, strict=True):
-            payload[start:end] = part
-        return payload
+        return bytearray().join(parts)
 
     def _read(self, name: str, num_bytes: int = 1 << 20) -> bytes | None:
         def read() -> bytes | None:
