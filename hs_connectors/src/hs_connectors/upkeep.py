@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hs_connectors.backends._ownership import kind_of
 from hs_connectors.contract import Backend, Entry, Payload, Record
 from hs_connectors.errors import CaptureFailed, ConnectorError, RecordError, RecordTimeout
 from hs_connectors.record import unpack
@@ -46,15 +47,25 @@ def check(backend: Backend) -> Iterator[Checked]:
 def collect(backend: Backend, older_than_s: float, *, apply: bool) -> list[Entry]:
     """Entries that were written longer ago than a reader may take; with `apply` they are deleted.
 
-    Then, too, what killed writers left half written goes, as at the start of every engine. StorageError.
+    Weights of other people that bear the names of records are none, and stay: expired records are read to know that.
+    With `apply`, too, what killed writers left half written goes, as at the start of every engine. StorageError.
     """
     oldest = time.time() - older_than_s
-    expired = [entry for entry in backend.entries() if entry.modified_at < oldest]
+    old = [entry for entry in backend.entries() if entry.modified_at < oldest]
+    expired = [entry for entry in old if entry.kind == "error" or not _is_foreign(backend, entry.key)]
     if apply:
         for entry in expired:
             backend.discard(entry.key)
         backend.prepare()
     return expired
+
+
+def _is_foreign(backend: Backend, key: str) -> bool:
+    try:
+        payload = memoryview(backend.fetch(key, 0))
+    except (RecordTimeout, CaptureFailed):
+        return False  # gone, or an error marker by now
+    return kind_of(lambda num_bytes: bytes(payload[:num_bytes])) == "foreign"
 
 
 def copy(source: Backend, target: Backend) -> Iterator[Copied]:
