@@ -1,20 +1,22 @@
 """Training beside an engine that streams states to it: together against each alone, a processor each.
 
-Rules: the engine is pinned to one processor and the trainer to another, in all three measurements; the same rows in the
-same order; the first steps warm up and do not count; no checkpoint and no validation in between. The slower of the two
-is the speed that nothing can beat.
+Rules: the engine is pinned to one processor and the trainer to another, in all three measurements, which alternate;
+the same rows in the same order, and no prefix cache that knows them from before; the first steps warm up and do not
+count; no checkpoint and no validation in between; medians. The slower of the two is the speed that nothing can beat.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import time
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 from pydantic import Field
 
+from speculators_core.errors import DataError
 from speculators_core.states.config import OnlineRequest
 from speculators_core.training.callbacks.metrics_log import read_metrics
 from speculators_core.training.request import METRICS, TrainRequest
@@ -35,13 +37,15 @@ class OnlineBenchReport(StrictModel):
     waited: float = Field(description="share of the time that training together waited for states")
     steps: int = Field(description="steps that were counted")
     row_tokens: int = Field(description="tokens of a step")
+    rounds: int = Field(description="measurements of each, of which these are the medians")
     backend: str = Field(description="how records travelled")
 
     def table(self) -> str:
         """For a terminal."""
         return "\n".join(
             [
-                f"{self.steps} steps of {self.row_tokens} tokens, records by {self.backend}, a processor for each side",
+                f"{self.rounds} × {self.steps} steps of {self.row_tokens} tokens, records by {self.backend}, "
+                "a processor for each side",
                 f"engine alone    {self.engine:8.0f} tokens/s",
                 f"trainer alone   {self.trainer:8.0f} tokens/s",
                 f"together        {self.together:8.0f} tokens/s, {self.waited:.1%} of the time waiting for states",
@@ -58,28 +62,33 @@ def bench_online(
     *,
     steps: int,
     core: int,
+    rounds: int = 1,
 ) -> OnlineBenchReport:
     """Measure; takes one engine start.
 
     Args:
         request: training on the captured set of the same rows: what the trainer alone reads.
-        stream: entered, it keeps one engine on its processor.
+        stream: entered, it keeps one engine, without prefix caching, on its processor.
         core: the trainer's.
+        rounds: measurements of each of the three.
 
     Raises:
+        DataError: too few rows for so many steps.
         EngineError, CaptureError, TrainingError: a part failed.
     """
     shutil.rmtree(scratch, ignore_errors=True)
-    request = quiet(request, WARM_UP + steps)
+    request, found = quiet(request, WARM_UP + steps), []
     try:
-        trainer, _ = trained(request, scratch / "alone", home, core)
         with stream as online:
-            engine = streamed(online, steps * request.training.row_tokens, core)
             beside = request.model_copy(update={"states": "", "online": online})
-            together, waited = trained(beside, scratch / "together", home, core)
+            for number in range(rounds):
+                alone, _ = trained(request, scratch / f"alone-{number}", home, core)
+                streaming = streamed(online, steps * request.training.row_tokens, core)
+                found.append((streaming, alone, *trained(beside, scratch / f"beside-{number}", home, core)))
             backend = online.capture.backend
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+    engine, trainer, together, waited = (statistics.median(values) for values in zip(*found, strict=True))
     return OnlineBenchReport(
         engine=engine,
         trainer=trainer,
@@ -87,6 +96,7 @@ def bench_online(
         ratio=together / min(engine, trainer),
         waited=waited,
         steps=steps,
+        rounds=rounds,
         row_tokens=request.training.row_tokens,
         backend=backend,
     )
@@ -121,7 +131,7 @@ def trained(request: TrainRequest, output: Path, home: Path, core: int) -> tuple
 
 
 def streamed(online: OnlineRequest, tokens: int, core: int) -> float:
-    """Tokens/s that arrive at a reader on that processor, after a first window."""
+    """Tokens/s that arrive at a reader on that processor, after a first window. DataError where there are too few."""
     from speculators_core.states.online import OnlineStates
 
     allowed = os.sched_getaffinity(0)
@@ -136,7 +146,7 @@ def streamed(online: OnlineRequest, tokens: int, core: int) -> float:
                     if not started and read >= min(warm, tokens // 2):
                         read, started = 0, time.monotonic()
                     if started and read >= tokens:
-                        break
-            return read / (time.monotonic() - started)
+                        return read / (time.monotonic() - started)
+        raise DataError(f"the data set ends before {tokens} tokens have arrived", mend="lower --steps")
     finally:
         os.sched_setaffinity(0, allowed)

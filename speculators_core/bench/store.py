@@ -19,7 +19,9 @@ import torch
 from pydantic import Field
 
 from hs_connectors.contract import Handle, Record
-from hs_connectors.registry import locate, open_reader, open_writer
+from hs_connectors.registry import open_reader, open_writer
+from speculators_core.states.config import CaptureConfig
+from speculators_core.states.stores import provided_store, store_at
 from speculators_core.types import StrictModel
 
 LAYERS, HIDDEN = (2, 15, 27, 30), 2048
@@ -51,26 +53,31 @@ class StoreSpeed(StrictModel):
         return f"{self.place} ({self.codec}): put {self.put_gb_s:.2f} GB/s, get {self.get_gb_s:.2f} GB/s{raw}"
 
 
-def bench_store(place: str, *, codec: str = "none", mib: int = 16, rounds: int = 10) -> StoreSpeed:
-    """Put and get one record after the other at a place such as `shm:SPACE` or `s3://BUCKET/PREFIX`.
+def bench_store(place: str, home: Path, *, codec: str = "none", mib: int = 16, rounds: int = 10) -> StoreSpeed:
+    """Put and get one record after the other at a place such as `/records` or `s3://BUCKET/PREFIX`.
 
     Args:
+        place: an address; or `shm` or `mooncake` alone, for a store that is made for this.
+        home: state root, for logs and pid files of such a store.
         mib: states of a record, MiB.
         rounds: measured puts and gets of each side.
 
     Raises:
         ConnectorError: the address or the codec is unknown, or the store refuses.
+        CaptureError: the store does not start.
     """
-    name, config = locate(place)
     record = _make_record(mib)
-    ours = _through_store(name, config, codec, record)
-    raw = _RAW[name](config, record) if name in _RAW else None
+    num_bytes, tokens = record.hidden_states.nbytes, len(record.token_ids)
+    asked = store_at(CaptureConfig(concurrency=1), place)
     mine, plain = [], []
-    for number in range(rounds + 1):
-        mine.append(ours(number))
-        if raw is not None:
-            plain.append(raw(number))
-    num_bytes = record.hidden_states.nbytes
+    with provided_store(asked, tokens, -(-num_bytes // tokens), home) as config:
+        name, settings = config.backend, config.backend_config
+        ours = _through_store(name, settings, codec, record)
+        raw = _RAW[name](settings, record) if name in _RAW else None
+        for number in range(rounds + 1):
+            mine.append(ours(number))
+            if raw is not None:
+                plain.append(raw(number))
     put, get = _medians(mine[1:])
     raw_put, raw_get = _medians(plain[1:]) if plain else (None, None)
     return StoreSpeed(

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from hs_connectors.registry import BACKENDS, locate
 from speculators_core.errors import CaptureError
 from speculators_core.processes import supervise
 from speculators_core.states.config import CaptureConfig
@@ -52,6 +53,19 @@ def provided_store(
         return
     with _PROVIDERS[config.backend](num_bytes, home) as settings:
         yield config.model_copy(update={"backend_config": dict(settings)})
+
+
+def store_at(config: CaptureConfig, place: str) -> CaptureConfig:
+    """The capture's settings with records through another store.
+
+    Args:
+        place: an address as `hs_connectors.registry.locate` reads it, or a backend's name alone, which leaves it open.
+
+    Raises:
+        ConnectorError: it is neither.
+    """
+    backend, settings = (place, {}) if place in BACKENDS else locate(place)
+    return config.model_copy(update={"backend": backend, "backend_config": settings})
 
 
 def room_of(config: CaptureConfig, longest: int, bytes_per_token: int, engines: int = 1) -> int:
