@@ -247,7 +247,8 @@ def as_runtime(text: str) -> Runtime:
 def describe(moved: Moved) -> str:
     """What a move did, in a sentence."""
     if not moved.changed:
-        return f"version {moved.version} of {moved.model} serves already"
+        noted = "; that it may by force is in the audit log now, with your reason" if moved.noted else ""
+        return f"version {moved.version} of {moved.model} serves already{noted}"
     return (
         f"{moved.model}: version {moved.version} serves, after {moved.displaced or '-'} ({moved.seconds:.1f} s)\n"
         f"its verifier: {moved.verifier} ({moved.verifier_fingerprint[:12]}), its runtime: vLLM {moved.vllm}"

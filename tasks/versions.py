@@ -46,6 +46,7 @@ class Moved(StrictModel):
     version: str
     displaced: str | None
     changed: bool
+    noted: bool = Field(False, description="nothing moved, but that it serves by force is in the audit log now")
     verifier: str = Field(description="where the pair's verifier lies")
     verifier_fingerprint: str
     vllm: str

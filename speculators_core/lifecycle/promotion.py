@@ -99,6 +99,7 @@ class Promotion(StrictModel):
     version: str
     displaced: str | None
     changed: bool
+    noted: bool = Field(False, description="nothing moved, but that it serves by force is in the audit log now")
 
 
 class Settled(StrictModel):
@@ -179,9 +180,10 @@ def promote(
         allowed, reason = may_serve(tags, verifier_fingerprint=verifier_fingerprint, runtime_key=runtime_key)
         entry = _entry(model, "promote", serving.version, version, who, why, forced=None if allowed else reason)
         if serving.version == version == serving.alias:
-            if force and not allowed:  # it may have come to serve by a proof for something else
+            noted = force and not allowed  # it may have come to serve by a proof for something else
+            if noted:
                 _append(home, entry.model_copy(update={"state": "done"}))
-            return Promotion(model=model, version=version, displaced=None, changed=False)
+            return Promotion(model=model, version=version, displaced=None, changed=False, noted=noted)
         if serving.version != expected:
             raise RegistryError(
                 f"the champion of {model} is {_named(serving.version)}, not {_named(expected)} as the gate saw it",

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from speculators_core.engine.runtime import RuntimeInfo
+from flows.cli_registry import describe
+from speculators_core.engine.runtime import Runtime, RuntimeInfo
 from speculators_core.errors import ConfigError, RegistryError, VerifierError
 from speculators_core.lifecycle.matrix import Cell, Pair
 from speculators_core.lifecycle.promotion import CHAMPION, PREVIOUS, audit_log, promote, rollback, settle
@@ -399,7 +400,9 @@ def test_a_rollback_onto_what_was_promoted_by_force_serves_and_one_onto_a_failur
     with pytest.raises(RegistryError, match=f"version {two} of {chat}, which served before, may not serve"):
         versions.rollback_model(chat)
     assert aliases.get_alias(chat, CHAMPION) == one
-    assert not versions.promote_by_name(chat, one, "n" * 64, force=True, why="a new vLLM").changed
+    moved = versions.promote_by_name(chat, one, "n" * 64, force=True, why="a new vLLM")
+    assert not moved.changed and "serves already; that it may by force is in the audit log" in describe(moved)
+    assert describe(versions.promote_by_name(chat, one, HERE.key)).endswith("serves already")
     assert source(chat, vllm="0.31.0").admit(one).forced_by == versions.actor(), "said again where it serves already"
 
 

@@ -364,8 +364,10 @@ def test_what_was_promoted_by_force_keeps_its_permission_through_a_rollback_and_
     move(registry, "bad", "2", tmp_path)
     assert forcer() is None
     registry.versions["bad"] = {**GOOD, GATE_TAG: "fail"}
-    assert not move(registry, "bad", "bad", tmp_path).changed and forcer() is None
-    assert not move(registry, "bad", "bad", tmp_path, force=True).changed and forcer() == "a test"
+    again = move(registry, "bad", "bad", tmp_path)
+    assert not again.changed and not again.noted and forcer() is None
+    again = move(registry, "bad", "bad", tmp_path, force=True)
+    assert not again.changed and again.noted and forcer() == "a test"
     assert registry.aliases == {("chat", CHAMPION): "bad", ("chat", PREVIOUS): "2"}
 
 
