@@ -84,7 +84,7 @@ def measure_version(run: Run, model: str, version: str, dataset: ArtifactRef) ->
     """Measure a registered version alone on the recipe's verifier and runtime, and fill that cell of the matrix.
 
     Raises:
-        RegistryError: no such version, its files were changed, or MLflow is away.
+        ConfigError: no such model or version. RegistryError: its files were changed, or MLflow is away.
     """
     aliases = open_aliases()
     tags = require_version(aliases, model, version)

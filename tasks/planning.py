@@ -260,14 +260,18 @@ def explain_model(model: str, runtime: Runtime) -> Staleness:
     """Say whether a registered model's champion is stale: its verifier where its tags have it, on this runtime.
 
     Raises:
-        RegistryError: no such model, or nothing of it serves, or its tags do not name a verifier.
+        ConfigError: there is no such model.
+        RegistryError: nothing of it serves, or its tags do not name a verifier.
         VerifierError, EngineError: verifier or runtime cannot be read.
     """
     view, home = look(settings(), model), settings().home
     version = serving_version(view, home, lambda: probe_runtime(runtime, home=home).key)
+    if not view.tags:
+        raise ConfigError(f"no model {model!r} is registered", mend="name a recipe, or a model that `make ui` shows")
     if version is None:
-        known = f"it has versions {', '.join(view.tags)}" if view.tags else "there is no such model"
-        raise RegistryError(f"nothing of {model} serves: {known}", mend="name a recipe, or promote a version first")
+        raise RegistryError(
+            f"nothing of {model} serves: it has versions {', '.join(view.tags)}", mend="promote one of them first"
+        )
     tags = view.tags[version]
     if VERIFIER_TAG not in tags:
         raise RegistryError(f"{model} version {version} does not say where its verifier lies", mend="name a recipe")

@@ -50,7 +50,7 @@ class RegistrySource:
         """`verifier`: where the versions' verifier lies here, where that is not what they say.
 
         Raises:
-            RegistryError: there is no registry yet, or no such model.
+            ConfigError: there is no such model. RegistryError: there is no registry yet.
         """
         self._model, self._alias, self._verifier = model, alias, verifier
         self._trust_remote_code = trust_remote_code
@@ -66,7 +66,7 @@ class RegistrySource:
         named = self._aliases.get_alias(self._model, self._alias)
         if self._alias != CHAMPION:
             if named is None:
-                raise RegistryError(f"{self._model} has no alias {self._alias}", mend="serve it without @alias")
+                raise ConfigError(f"{self._model} has no alias {self._alias}", mend="serve it without @alias")
             return named
         if named is not None and named == self._settled:
             return named
@@ -127,7 +127,7 @@ class RegistrySource:
         """Fingerprint of the version's verifier as it lies here; None where the version is gone."""
         try:
             tags = require_version(self._aliases, self._model, version)
-        except RegistryError:
+        except ConfigError:
             return None
         try:
             return check_pair(tags, self._model, version, verifier=self._verifier, must_match=False)

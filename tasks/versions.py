@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from speculators_core.errors import RegistryError, VerifierError
+from speculators_core.errors import ConfigError, RegistryError, VerifierError
 from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, Matrix, build_matrix, cells, number_of
 from speculators_core.lifecycle.promotion import (
     CHAMPION,
@@ -117,6 +117,7 @@ def promote_by_name(
     and what serves must still be what the gate compared it with. `force` waives the gate, never the files.
 
     Raises:
+        ConfigError: there is no such model or version.
         RegistryError: it may not serve, its files were changed, something else serves by now, MLflow is away.
         VerifierError: the pair's verifier is gone or has changed.
     """
@@ -155,6 +156,7 @@ def rollback_model(
             that serving would let it in: the gate passed it on this verifier, or it was promoted by force.
 
     Raises:
+        ConfigError: there is no such model.
         RegistryError: nothing to roll back to, it may not serve, files were changed, MLflow is away.
         VerifierError: the pair's verifier is gone or has changed.
     """
@@ -192,7 +194,7 @@ def history(model: str) -> History:
     """Versions, gate outcomes and moves of a model; nothing is changed.
 
     Raises:
-        RegistryError: no such model, or MLflow is away.
+        ConfigError: no such model. RegistryError: MLflow is away.
     """
     aliases = open_aliases()
     names = aliases.aliases(model)
@@ -227,7 +229,7 @@ def compatibility(model: str) -> Matrix:
     """The compatibility matrix of a model.
 
     Raises:
-        RegistryError: no such model, or MLflow is away.
+        ConfigError: no such model. RegistryError: MLflow is away.
     """
     aliases = open_aliases()
     versions = {version: tags for version, (_, tags) in aliases.described(model).items()}
@@ -237,19 +239,19 @@ def compatibility(model: str) -> Matrix:
 
 
 def require_version(aliases: MlflowAliases, model: str, version: str) -> dict[str, str]:
-    """Tags of a version; RegistryError that names the versions there are."""
+    """Tags of a version; ConfigError that names the versions there are."""
     versions = aliases.versions(model)
     if not versions:
         raise no_such(aliases, model)
     if version not in versions:
-        raise RegistryError(f"{model} has no version {version}", mend=f"its versions: {', '.join(versions)}")
+        raise ConfigError(f"{model} has no version {version}", mend=f"its versions: {', '.join(versions)}")
     return aliases.tags(model, version)
 
 
-def no_such(aliases: MlflowAliases, model: str) -> RegistryError:
+def no_such(aliases: MlflowAliases, model: str) -> ConfigError:
     """The error for a model that nobody registered; names those there are."""
     known = ", ".join(aliases.models()) or "none"
-    return RegistryError(f"no model {model!r} is registered", mend=f"registered models: {known}")
+    return ConfigError(f"no model {model!r} is registered", mend=f"registered models: {known}")
 
 
 def check_pair(tags: Mapping[str, str], model: str, version: str, *, verifier: str | None, must_match: bool) -> str:

@@ -29,6 +29,7 @@ from tasks.adapters.registry import DraftRegistry, VersionFacts
 from tasks.adapters.settings import read_settings, settings
 from tasks.adapters.tracking import Tracking
 from tasks.observe import tracking
+from tasks.planning import explain_model
 from tasks.serving import RegistrySource, sole_server
 from tests.environment import child_environment
 
@@ -331,14 +332,6 @@ def test_changed_files_and_changed_or_missing_verifiers_move_nothing(home: Path,
     assert versions.rollback_model(chat, check=False).version == one
 
 
-def test_names_that_do_not_exist_are_told_apart(home: Path, verifier: Path, chat: str) -> None:
-    register(home, verifier, chat, b"one")
-    with pytest.raises(RegistryError, match=rf"registered models: .*{chat}"):
-        versions.history("chatt")
-    with pytest.raises(RegistryError, match="its versions: 1"):
-        versions.promote_by_name(chat, "7", RUNTIME)
-
-
 def source(chat: str, **changes: str) -> RegistrySource:
     return RegistrySource(chat, CHAMPION, HERE.model_copy(update=changes))
 
@@ -418,8 +411,28 @@ def test_serving_follows_other_hands_into_proven_cells_only(home: Path, verifier
     client.set_registered_model_alias(chat, CHAMPION, two)
     assert asked.wanted() == two
     client.delete_model_version(chat, two)
-    with pytest.raises(RegistryError, match="has no version 2"):
+    with pytest.raises(ConfigError, match="has no version 2"):
         asked.admit(asked.wanted())
+
+
+def test_a_name_that_nobody_registered_is_wrong_input_and_told(home: Path, verifier: Path, chat: str) -> None:
+    register(home, verifier, chat, b"one", runtime_key=HERE.key)
+    for ask in (
+        versions.history,
+        versions.compatibility,
+        versions.rollback_model,
+        lambda model: versions.promote_by_name(model, "1", HERE.key),
+        source,
+        lambda model: explain_model(model, Runtime(python="unused")),
+    ):
+        with pytest.raises(ConfigError, match="no model 'nobody' is registered"):
+            ask("nobody")
+    with pytest.raises(ConfigError, match=rf"registered models: .*{chat}"):
+        versions.history("nobody")
+    with pytest.raises(ConfigError, match=r"has no version 7\n  mend: its versions: 1"):
+        versions.promote_by_name(chat, "7", HERE.key)
+    with pytest.raises(ConfigError, match="has no alias night"):
+        RegistrySource(chat, "night", HERE).wanted()
 
 
 def test_what_serving_takes_back_moves_only_where_it_still_is_the_champion(
