@@ -27,7 +27,6 @@ from speculators_core.verifier.revise import write_telegraphic
 from tasks.adapters.prefect_server import free_port
 from tasks.adapters.settings import settings
 from tasks.judging import measure_version
-from tasks.requests import UpkeepRequest
 from tasks.serve_process import ServeProcess, serve_process
 from tasks.story import (
     Chapter,
@@ -124,8 +123,7 @@ class Story:
 
     def keep_in_step(self, finding: Finding) -> Upkeep:
         """What the finding asks for, done by the flow that a worker would run."""
-        request = UpkeepRequest(recipe=str(self.recipe_file), action=finding.action, expected=finding.fingerprint)
-        done: Upkeep = keep_in_step(request)
+        done: Upkeep = keep_in_step(finding.request())
         self.tell(done.describe())
         return done
 

@@ -66,6 +66,9 @@ class UpkeepRequest(StrictModel):
     expected: str | None = Field(
         None, description="fingerprint that this run is for: where the verifier is another by now, nothing is done"
     )
+    expected_runtime: str | None = Field(
+        None, description="key of the runtime that this run is for: where that is another by now, nothing is done"
+    )
 
     def load(self) -> Recipe:
         """The recipe with its overrides. ConfigError where either is wrong."""

@@ -7,7 +7,7 @@ import logging
 from pydantic import Field
 
 from speculators_core.config import Recipe
-from speculators_core.lifecycle.changes import Action, Proven
+from speculators_core.lifecycle.changes import Action, Proven, World
 from speculators_core.lifecycle.matrix import Cell
 from speculators_core.lifecycle.promotion import settle
 from speculators_core.run import Run, WarmStart
@@ -90,17 +90,26 @@ def from_random_weights(recipe: Recipe) -> Recipe:
 
 @stage_task("decide", retries=0)
 def decide_now(request: UpkeepRequest) -> tuple[Recipe, Action]:
-    """The request's recipe and what is to be done: nothing where the verifier is not the expected one any more."""
+    """The request's recipe and what is to be done: nothing where verifier or runtime is another than expected."""
     recipe = request.load()
     situation = Situation.of(recipe)
-    if request.expected is not None and situation.world.verifier.digest != request.expected:
-        log.info("the verifier has changed again since this run was asked for: another run sees to that")
+    if changed := changed_since(request, situation.world):
+        log.info("the %s changed again since this run was asked for: another run sees to that", " and ".join(changed))
         if own := flow_run_id():
             void_own_run(own)
         return recipe, "nothing"
     action = situation.decision.action if request.action == "auto" else request.action
     log.info("action=%s because %s", action, "; ".join(situation.decision.reasons) or "it was asked for")
     return recipe, action
+
+
+def changed_since(request: UpkeepRequest, world: World) -> list[str]:
+    """Which of verifier and runtime is not the one that the request was made for."""
+    found = {
+        "verifier": (request.expected, world.verifier.digest),
+        "runtime": (request.expected_runtime, world.runtime_key),
+    }
+    return [name for name, (expected, now) in found.items() if expected not in (None, now)]
 
 
 @stage_task("start-runs")

@@ -49,6 +49,12 @@ class Finding(StrictModel):
         world = hashlib.sha256(f"{self.fingerprint} {self.runtime_key}{since}".encode()).hexdigest()[:24]
         return f"{self.deployment}:{self.action}:{world}"
 
+    def request(self) -> UpkeepRequest:
+        """What it asks for, in the world that it was found in."""
+        return UpkeepRequest(
+            recipe=self.recipe, action=self.action, expected=self.fingerprint, expected_runtime=self.runtime_key
+        )
+
 
 class Reaction(StrictModel):
     """What was done about a finding."""
@@ -124,7 +130,7 @@ def reaction_to(finding: Finding) -> Reaction:
     mark = f"upkeep:{finding.deployment}"
     if finding.action == "nothing":
         return Reaction(finding=finding, superseded=supersede(mark, None))
-    request = UpkeepRequest(recipe=finding.recipe, action=finding.action, expected=finding.fingerprint)
+    request = finding.request()
     superseded = supersede(mark, finding.cause)
     run = ensure_run(
         UPKEEP_DEPLOYMENT, finding.cause, {"request": request.model_dump(mode="json")}, [mark, str(finding.action)]

@@ -74,6 +74,8 @@ def test_another_engine_is_a_change_and_one_taken_back_ends_its_run(steps: Steps
     assert (engine["action"], engine["changes"]) == ("re-evaluate", ["runtime"])
     assert (back["action"], back["superseded"]) == ("nothing", [engine["run"]])
     assert back["states"][engine["run"]] == "Cancelled"
+    before, asked = (found["parameters"]["request"] for found in (step(steps, "weights changed"), engine))
+    assert before["expected_runtime"] and before["expected_runtime"] != asked["expected_runtime"]
 
 
 def test_a_change_that_comes_again_is_answered_again(steps: Steps) -> None:
@@ -82,9 +84,9 @@ def test_a_change_that_comes_again_is_answered_again(steps: Steps) -> None:
         assert (after["action"], after["outcome"]) == (before["action"], "started")
         assert after["run"] != before["run"]
         assert (after["states"][before["run"]], after["states"][after["run"]]) == ("Cancelled", "Scheduled")
-    assert step(steps, "gone when it began")["outcomes"] == ["started", "started", "exists"], (
-        "such a run had done nothing"
-    )
+    for part in ("expected", "expected_runtime"):
+        outcomes = step(steps, f"{part} is gone")["outcomes"]
+        assert outcomes == ["started", "started", "exists"], "such a run had done nothing"
 
 
 def test_what_cannot_be_looked_at_fails_the_watch_after_the_others_were_seen_to(steps: Steps) -> None:

@@ -106,12 +106,14 @@ def story(root: str) -> None:
         runtime.version = "0.32.0"
         world.train_verifier(2.0)
         look("the weights again")
-        gone = {"request": UpkeepRequest(recipe=recipe, expected="f" * 64).model_dump(mode="json")}
-        asked = [ensure_run(UPKEEP_DEPLOYMENT, "gone", gone, [])]
-        with get_client(sync_client=True) as client:
-            run_flow(keep_in_step, flow_run=client.read_flow_run(UUID(asked[0].run_id)))  # as a worker would
-        asked += [ensure_run(UPKEEP_DEPLOYMENT, "gone", gone, []) for _ in range(2)]
-        note("gone when it began", outcomes=[run.outcome for run in asked])
+        for part in ("expected", "expected_runtime"):
+            request = UpkeepRequest.model_validate({"recipe": recipe, part: "f" * 64})
+            gone, cause = {"request": request.model_dump(mode="json")}, f"{part} is gone"
+            asked = [ensure_run(UPKEEP_DEPLOYMENT, cause, gone, [])]
+            with get_client(sync_client=True) as client:
+                run_flow(keep_in_step, flow_run=client.read_flow_run(UUID(asked[0].run_id)))  # as a worker would
+            asked += [ensure_run(UPKEEP_DEPLOYMENT, cause, gone, []) for _ in range(2)]
+            note(cause, outcomes=[run.outcome for run in asked])
         assert first == "1"
 
         broken = world.root / "broken.yaml"
