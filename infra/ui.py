@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from speculators_core.errors import ConfigError, DraftsmithError
 from speculators_core.processes import SupervisedProcess, supervise
+from speculators_core.types import may_hold_secret
 from tasks.adapters.prefect_server import UI_RECORD, answers
 from tasks.adapters.redaction import redact
 from tasks.adapters.settings import Settings, settings
@@ -68,9 +69,10 @@ def serve(found: Settings, prefect_port: int, mlflow_port: int) -> NoReturn:
         wait(lambda: answers(f"{prefect_url}/health"), started, "Prefect")
         wait(lambda: answers(f"{mlflow_url}/health"), started, "MLflow")
         experiments = mlflow_experiments(mlflow_url)
-        record = found.home / UI_RECORD
-        record.write_text(json.dumps({"prefect_api": prefect_url, "mlflow": mlflow_url}))
-        stack.callback(record.unlink, missing_ok=True)
+        if not may_hold_secret(prefect_url):  # else who may use that server has its address from elsewhere
+            record = found.home / UI_RECORD
+            record.write_text(json.dumps({"prefect_api": prefect_url}))
+            stack.callback(record.unlink, missing_ok=True)
         say(f"Prefect  {prefect_url.removesuffix('/api')}")
         say(f"MLflow   {mlflow_url}  ({experiments} experiments)")
         say("Ctrl-C stops both")
@@ -97,12 +99,12 @@ def start_mlflow(found: Settings, port: int) -> SupervisedProcess:
     return supervise(
         [
             *(sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"),
-            *("--backend-store-uri", found.tracking_uri),
             *("--artifacts-destination", str(found.mlflow_artifacts)),
         ],
         name="mlflow-ui",
         home=found.home,
         log=found.home / "logs" / "mlflow-ui.log",
+        env={"MLFLOW_BACKEND_STORE_URI": found.tracking_uri},  # it may hold a password: no part of a command line
     )
 
 

@@ -31,7 +31,7 @@ from speculators_core.lifecycle.config import GateConfig
 from speculators_core.serving.config import ServeConfig
 from speculators_core.states.config import CaptureConfig, HiddenStatesConfig
 from speculators_core.training.config import TrainingConfig
-from speculators_core.types import MOST_TOKENS, StrictModel
+from speculators_core.types import MOST_TOKENS, StrictModel, may_hold_secret
 
 NAME = r"^[a-z0-9][a-z0-9-]*$"
 DEFAULT_RUNTIME = Runtime(python=".venv-vllm/bin/python")
@@ -55,6 +55,15 @@ class VerifierConfig(StrictModel):
         None, description="the verifier's licence, for the model card (a draft holds its embedding)"
     )
     trust_remote_code: bool = Field(False, description="allow code that the verifier's directory carries to run")
+
+    @field_validator("path")
+    @classmethod
+    def _no_secret(cls, value: str) -> str:
+        if may_hold_secret(value):
+            raise ValueError(
+                "may hold no secret: credentials of stores and hubs come from the environment (AWS_…, HF_TOKEN, …)"
+            )
+        return value
 
 
 class ExportConfig(StrictModel):

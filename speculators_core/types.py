@@ -7,6 +7,7 @@ Shape legend, used as suffixes of tensor names throughout:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,14 @@ Json = TypeAliasType("Json", "bool | int | float | str | Sequence[Json] | Mappin
 Split = Literal["train", "validation", "evaluation"]
 MOST_TOKENS = 2**24
 """Of one row, context or vocabulary: far beyond every model, and small enough to allocate."""
+
+
+def may_hold_secret(address: str) -> bool:
+    """Whether a URL has something where passwords and keys are: before an `@`, or behind a `?`.
+
+    A recipe and a site become parameters of runs, lines of logs and parts of reports: such a URL belongs in none.
+    """
+    return re.search(r"://(?:[^/]*|[^/:]*:(?!\d+/)[^@]*)@|://.*\?", address) is not None
 
 
 class StrictModel(BaseModel):
@@ -261,4 +270,5 @@ __all__ = [
     "Split",
     "StepResult",
     "StrictModel",
+    "may_hold_secret",
 ]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from speculators_core.config import read_yaml, validate
-from speculators_core.types import StrictModel
+from speculators_core.types import StrictModel, may_hold_secret
 
 EventName = Literal[
     "verifier.changed", "engine.changed", "traffic.drifted", "gate.refused", "draft.promoted", "draft.rolled-back",
     "budget.exceeded",
 ]  # fmt: skip
+
+
+def is_variable(text: str) -> bool:
+    """Whether this is the name of an environment variable, as the file writes them."""
+    return re.fullmatch(r"[A-Z][A-Z0-9_]*", text) is not None
 
 
 class Pool(StrictModel):
@@ -24,15 +29,30 @@ class Pool(StrictModel):
     limit: int = Field(1, ge=1, description="runs at once")
 
 
+def _no_secrets(addresses: dict[str, str]) -> dict[str, str]:
+    for deployment, address in addresses.items():
+        if may_hold_secret(address):  # it becomes a parameter of each watch
+            raise ValueError(
+                f"the address of {deployment} may hold no secret: put it into an environment variable, and name that "
+                "here (it is read where workers run)"
+            )
+    return addresses
+
+
+Counters = Annotated[dict[str, str], AfterValidator(_no_secrets)]
+"""Deployment → address of the engine's counters, or the environment variable that holds it."""
+
+
 class Watch(StrictModel):
     """What is watched, and when."""
 
     recipes: tuple[str, ...] = Field(min_length=1, description="recipe files, relative to where the workers run")
     cron: str = Field("*/15 * * * *", description="when to look")
     timezone: str = Field("UTC", description="of the cron expression")
-    metrics: dict[str, str] = Field(
+    metrics: Counters = Field(
         default_factory=dict,
-        description="deployment: address of the /metrics of the engine that serves it; `draftsmith serve` needs none",
+        description="deployment: address of the /metrics of the engine that serves it, or the environment variable "
+        "that holds it where it has a password; `draftsmith serve` needs none",
     )
 
 
@@ -48,7 +68,7 @@ class Channel(StrictModel):
     @field_validator("url_variable")
     @classmethod
     def _a_name(cls, value: str) -> str:
-        if re.fullmatch(r"[A-Z][A-Z0-9_]*", value) is None:  # it may be the address itself, which no error may show
+        if not is_variable(value):  # it may be the address itself, which no error may show
             raise ValueError("must be the name of an environment variable that holds the address, e.g. ONCALL_URL")
         return value
 

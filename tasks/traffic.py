@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 
 import httpx
@@ -28,6 +29,7 @@ from speculators_core.store import write_atomic
 from tasks.adapters.redaction import redact
 from tasks.events import TrafficDrifted
 from tasks.planning import Situation
+from tasks.site import is_variable
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +82,19 @@ def take_reading(situation: Situation, version: str, address: str, now: float) -
     """Read an engine's counters, and note what they counted since the last reading as a window of this version.
 
     Raises:
-        EngineError: it does not answer.
+        EngineError: it does not answer, or nothing says where it is.
     """
     home, model = situation.run.home, situation.run.recipe.deployment
+    if is_variable(address):
+        name, address = address, os.environ.get(address, "")
+        if not address:
+            raise EngineError(
+                f"the counters of {model} cannot be read: {name}, which should hold their address, is not set",
+                mend=f"export {name}=… where the workers run",
+            )
     try:
         text = httpx.get(address, timeout=_TIMEOUT_S).raise_for_status().text
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise EngineError(
             f"the counters of {model} cannot be read at {redact(address)}: {type(error).__name__}",
             mend="see that its engine runs, or put the address right in the site's file (watch.metrics)",

@@ -70,7 +70,8 @@ def look_at(recipes: Sequence[str], metrics: Mapping[str, str]) -> list[Finding]
     """Hold what each recipe declares, and its traffic, against its champion; what cannot be read is said.
 
     Args:
-        metrics: deployment → address of its engine's counters, where no supervisor of ours notes them.
+        metrics: deployment → address of its engine's counters, or the variable that holds it, where no supervisor of
+            ours notes them.
     """
     return [find(recipe, metrics) for recipe in recipes]
 

@@ -17,7 +17,7 @@ from speculators_core.engine.diagnose import diagnose
 from speculators_core.engine.remote import RecordStore, greet
 from speculators_core.errors import ConfigError, EngineError, EngineTimeout
 from speculators_core.store.files import write_atomic
-from speculators_core.types import StrictModel
+from speculators_core.types import StrictModel, may_hold_secret
 
 _log = logging.getLogger(__name__)
 _PROBE_TIMEOUT_S = 600  # ten seconds on an idle machine, minutes on a busy one
@@ -83,8 +83,7 @@ class Runtime(StrictModel):
             raise ValueError("`store` belongs to a runtime given by `url`; `capture.backend` is for our own engines")
         if self.api_key_variable is not None and self.url is None:
             raise ValueError("`api_key_variable` belongs to a runtime given by `url`")
-        if self.url is not None and ("@" in self.url or "?" in self.url):
-            # a recipe becomes a parameter of runs, a line of logs and part of reports
+        if self.url is not None and may_hold_secret(self.url):
             raise ValueError("`url` may hold no secret: give a key by `api_key_variable`")
         return self
 

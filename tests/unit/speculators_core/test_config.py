@@ -79,6 +79,20 @@ def test_overrides_are_typed_as_yaml_and_change_the_digest() -> None:
 
 def test_an_override_makes_missing_sections() -> None:
     content: dict[str, object] = {}
+@pytest.mark.parametrize(
+    "path", ["https://me:hunter2@host/model", "https://me:hunt/er2@host/model", "s3://b/m?sig=hunter2"]
+)
+def test_a_verifiers_address_holds_no_secret(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"`verifier.path`: may hold no secret: credentials .* environment") as caught:
+        load_recipe(DEMO, [f"verifier.path='{path}'"])
+    assert "hunt" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/a@b/c", "https://host:8080/a@b", "org/model@main", "what?/model"])
+def test_an_address_that_holds_none_is_let_through(path: str) -> None:
+    assert load_recipe(DEMO, [f"verifier.path='{path}'"]).verifier.path == path
+
+
     apply_override(content, "a.b.c=[1, x]")
     assert content == {"a": {"b": {"c": [1, "x"]}}}
 
