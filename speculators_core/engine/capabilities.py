@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from speculators_core.engine.runtime import Runtime, ask_interpreter, probe_runtime
 from speculators_core.errors import EngineError
-from speculators_core.store.files import write_atomic
+from speculators_core.store.files import remember_text
 from speculators_core.types import StrictModel
 
 log = logging.getLogger(__name__)
@@ -144,6 +144,5 @@ def probe_capabilities(runtime: Runtime, *, home: Path) -> Capabilities:
     variables = {"DRAFTSMITH_MODEL_RUNNER": info.model_runner}
     answer = ask_interpreter(python, _PROBE, variables=variables, timeout_s=_TIMEOUT_S)
     found = Capabilities.model_validate_json(answer)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(kept, lambda part: part.write_text(found.model_dump_json(indent=1) + "\n"))
+    remember_text(kept, found.model_dump_json(indent=1) + "\n")
     return found

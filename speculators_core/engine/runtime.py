@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from speculators_core.engine.diagnose import diagnose
 from speculators_core.engine.remote import RecordStore, greet
 from speculators_core.errors import ConfigError, EngineError, EngineTimeout
-from speculators_core.store.files import write_atomic
+from speculators_core.store.files import remember_text
 from speculators_core.types import StrictModel, may_hold_secret
 
 _log = logging.getLogger(__name__)
@@ -170,8 +170,7 @@ def _ask_interpreter(python: Path, stamp: str, home: Path | None) -> RuntimeInfo
     _log.info("asking %s which vLLM it has; it is asked once, which takes ten seconds or more", python)
     info = _run_probe(python)
     if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(kept, lambda part: part.write_text(info.model_dump_json(indent=1)))  # several threads may ask
+        remember_text(kept, info.model_dump_json(indent=1))
     return info
 
 

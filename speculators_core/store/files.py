@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from speculators_core.errors import StoreError
+from speculators_core.errors import StoreError, cause_of
 from speculators_core.store.manifest import FileEntry, sha256_file
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ def storage_errors(path: Path | str, doing: str) -> Iterator[None]:
         if known is None and isinstance(error, OSError):
             known = StoreError(
                 f"cannot go on while {doing}: {path}: {error.strerror or error}",
-                mend="check that the directory exists and is writable, then run the same command again",
+                mend="check that the directory exists and is writable (or point DRAFTSMITH_HOME at one that is), then "
+                "run the same command again",
             )
         if known is not None:
             raise known from error
@@ -76,6 +77,22 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     finally:
         with contextlib.suppress(OSError):  # what forbade the writing forbids this too, and is told already
             partial.unlink()
+
+
+def remember_text(path: Path, text: str) -> bool:
+    """Write what only spares work later; where that cannot be done the log says so, and the answer is False."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+    except (OSError, StoreError) as error:
+        logger.warning("not remembered: %s", cause_of(error))
+        return False
+    return True
+
+
+def may_not_write(error: OSError) -> bool:
+    """Whether it is a place that this user may only read."""
+    return error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def write_directory(path: Path, write: Callable[[Path], object]) -> None:
@@ -198,10 +215,14 @@ def file_lock(
     Args:
         shared: beside others that share it, and apart from whoever does not.
         look: called now and then while it waits; what it raises ends the wait.
+
+    Raises:
+        StoreError: the lock file cannot be made.
     """
     mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with storage_errors(path, "taking a lock"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         if not _taken(descriptor, mode):
             logger.info("waiting for another process: %s", waiting_for)

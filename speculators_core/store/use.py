@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from speculators_core.store.files import storage_errors
+from speculators_core.store.files import may_not_write, storage_errors
 
 
 def lock_file(locks: Path, name: str, purpose: str) -> Path:
@@ -27,12 +27,20 @@ class Uses:
         weakref.finalize(self, _close, self._held)
 
     def begin(self, name: str) -> None:
-        """Hold the artifact's lock, shared, from now on, and note the time; waits out a deletion."""
+        """Hold the artifact's lock, shared, from now on, and note the time; waits out a deletion.
+
+        Where this user may only read, nothing is noted: whoever may write there deletes what he wants.
+        """
         if name not in self._held:
             path = lock_file(self._locks, name, "use")
             with storage_errors(path, "noting that an artifact is in use"):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                try:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                except OSError as error:
+                    if may_not_write(error):
+                        return
+                    raise
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             self._held[name] = descriptor
         os.utime(self._held[name])
@@ -49,8 +57,10 @@ def only_holder(*paths: Path, create: bool = True) -> Iterator[bool]:
     free = True
     try:
         for path in paths if create else [path for path in paths if path.exists()]:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            held[str(path)] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if create:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            how = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
+            held[str(path)] = os.open(path, how | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.flock(held[str(path)], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from speculators_core.errors import VerifierError
-from speculators_core.store.files import write_atomic
+from speculators_core.store.files import remember_text
 from speculators_core.types import Json, StrictModel
 from speculators_core.verifier.files import LocalFiles, VerifierFiles, open_verifier
 from speculators_core.verifier.weights import INDEX, parse_index, weight_names
@@ -149,10 +149,8 @@ def describe(files: VerifierFiles, *, template_kwargs: Mapping[str, Json] | None
 def remember(description: Description, home: Path) -> None:
     """Keep a description under its digest, so that a later change can be told line by line."""
     path = _memory(home, description.fingerprint.digest)
-    if path.is_file():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, lambda part: part.write_text(description.model_dump_json(), encoding="utf-8"))
+    if not path.is_file():
+        remember_text(path, description.model_dump_json())
 
 
 def recall(digest: str, home: Path) -> Description | None:

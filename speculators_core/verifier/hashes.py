@@ -13,8 +13,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from speculators_core.errors import StoreError
-from speculators_core.store.files import write_atomic
+from speculators_core.store.files import remember_text
 from speculators_core.store.manifest import sha256_file
 
 log = logging.getLogger(__name__)
@@ -80,13 +79,8 @@ class HashCache:
         if not self.path or not self._new:
             return
         content = json.dumps({**HashCache(self.path)._known, **self._new}, indent=0, sort_keys=True)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.path, lambda part: part.write_text(content, encoding="utf-8"))
-        except (OSError, StoreError) as error:
-            log.warning("the hash cache %s is not written: %s", self.path, error)
-            return
-        self._new = {}
+        if remember_text(self.path, content):
+            self._new = {}
 
 
 def file_key(file: Path) -> str:

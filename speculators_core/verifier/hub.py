@@ -17,7 +17,7 @@ from typing import cast
 from pydantic import Field, ValidationError
 
 from speculators_core.errors import VerifierError
-from speculators_core.store.files import write_atomic
+from speculators_core.store.files import remember_text
 from speculators_core.types import StrictModel
 from speculators_core.verifier.hashes import HashCache
 from speculators_core.verifier.remote import is_large
@@ -140,8 +140,7 @@ class HubFiles:
         files = {file.rfilename: file.lfs.sha256 if file.lfs else None for file in info.siblings or []}
         found = Listing(id=repo, commit=info.sha, sha256=files)
         if path := self._keep_at(repo, info.sha):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, lambda part: part.write_text(found.model_dump_json(indent=1), encoding="utf-8"))
+            remember_text(path, found.model_dump_json(indent=1))
         return found
 
     @contextmanager

@@ -22,6 +22,7 @@ from urllib.parse import unquote
 
 from pydantic import Field
 
+from speculators_core.store.files import may_not_write
 from speculators_core.types import StrictModel
 
 DEFAULT_HOME = ".draftsmith"
@@ -104,14 +105,18 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
 
 
 def apply_environment(environ: MutableMapping[str, str] = os.environ) -> Settings:
-    """Fill in what Prefect and MLflow read from the environment, and make the directories that they need."""
+    """Fill in what Prefect and MLflow read from the environment, and make the directories that they need, if we may."""
     found = read_settings(environ)
     for name, default in {**_FIXED_DEFAULTS, "PREFECT_HOME": str(found.prefect_home)}.items():
         if not environ.get(name):
             environ[name] = default
     environ["DRAFTSMITH_HOME"] = str(found.home)  # absolute: child processes may have another working directory
-    found.home.mkdir(parents=True, exist_ok=True)
-    found.prefect_home.mkdir(parents=True, exist_ok=True)
+    for directory in (found.home, found.prefect_home):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if not may_not_write(error):  # there, commands that only read do without
+                raise
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from speculators_core.config import load_recipe
 from speculators_core.errors import RegistryError
 from speculators_core.lifecycle.promotion import settle
 from speculators_core.run import Run
+from speculators_core.store import Store
 from tasks.adapters.aliases import MlflowAliases
 from tasks.adapters.registry_view import look
 from tasks.adapters.tracking import Tracking
@@ -68,6 +70,36 @@ def test_a_story_of_changes(world: World) -> None:
     assert refused.returncode == 1 and "the champion was version 1 and is 2" in refused.stderr
     (reason,) = world.ask("why", MODEL, "--runtime", load_recipe(world.recipe).runtime.url or "")["reasons"]
     assert "device cpu → unknown" in reason, "without its store the server does not say what it is"
+
+
+@pytest.fixture
+def read_only(world: World) -> Iterator[Path]:
+    """The world's state root, registry and all, where it may only be read; needs the right to mount it so."""
+    world.register()
+    store = Store(str(world.home / "store"), scratch=world.home / "scratch")
+    (store.workspace("dataset", "d" * 64) / "rows").write_text("rows")
+    store.publish(store.workspace("dataset", "d" * 64), "dataset", "d" * 64)
+    mount = ["mount", "-o", "bind", str(world.home), str(world.home)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(world.home)], check=True)
+        yield world.home
+    finally:
+        subprocess.run(["umount", str(world.home)], check=True)
+
+
+def test_what_only_reads_works_where_the_state_root_may_only_be_read(world: World, read_only: Path) -> None:
+    with pytest.raises(OSError, match="Read-only"):
+        (read_only / "x").touch()
+    found = world.ask("fingerprint", str(world.verifier))
+    assert found["parts"]["weights"] == Run(load_recipe(world.recipe), world.root).fingerprint.parts["weights"]
+    assert world.say("why", str(world.recipe)) == "chat version 1 is in step with its verifier and runtime\n"
+    refused = world.run("history", MODEL)  # MLflow's own client writes
+    assert refused.returncode == 1 and "point DRAFTSMITH_HOME at one that is" in refused.stderr
+    store = Store(str(read_only / "store"), scratch=read_only / "scratch")
+    (kept,) = store.artifacts()
+    assert (store.path(kept) / "rows").read_text() == "rows" and not store.busy("dataset", "d" * 64)
 
 
 def test_both_answer_within_two_seconds_of_processor_time(world: World) -> None:
