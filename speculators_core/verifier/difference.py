@@ -5,19 +5,17 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
 
-from speculators_core.errors import VerifierError
 from speculators_core.types import StrictModel
 from speculators_core.verifier.files import VerifierFiles
 from speculators_core.verifier.fingerprint import Description
+from speculators_core.verifier.weights import StoredTensor, read_header
 
 _ABSENT = object()
 _BLOCK = 16 << 20
-_LONGEST_HEADER = 100 << 20  # the format's own limit
 _LONGEST = 100  # characters of a value that are shown
 
 
@@ -84,16 +82,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text)} characters)"
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """Where a tensor's bytes lie."""
-
-    file: str
-    kind: tuple[str, tuple[int, ...]]
-    start: int
-    length: int
-
-
 def tensor_changes(
     before: VerifierFiles, old: Description, after: VerifierFiles, new: Description, *, values: bool
 ) -> TensorChanges:
@@ -122,23 +110,14 @@ def tensor_changes(
     )
 
 
-def _tensors(files: VerifierFiles, description: Description) -> dict[str, _Tensor]:
-    found: dict[str, _Tensor] = {}
+def _tensors(files: VerifierFiles, description: Description) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
     for file in description.weights:
-        try:
-            size = int.from_bytes(files.read_range(file, 0, 8), "little")
-            header: dict[str, Any] = json.loads(files.read_range(file, 8, min(size, _LONGEST_HEADER)))
-            for name, facts in header.items():
-                if name != "__metadata__":
-                    start, end = facts["data_offsets"]
-                    kind = (str(facts["dtype"]), tuple(facts["shape"]))
-                    found[name] = _Tensor(file, kind, 8 + size + start, end - start)
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            raise VerifierError(f"{files.where}/{file} is torn or not safetensors", mend="copy it again") from error
+        found |= read_header(files, file)
     return found
 
 
-def _equal(before: VerifierFiles, ours: _Tensor, after: VerifierFiles, theirs: _Tensor) -> bool:
+def _equal(before: VerifierFiles, ours: StoredTensor, after: VerifierFiles, theirs: StoredTensor) -> bool:
     for offset in range(0, ours.length, _BLOCK):
         length = min(_BLOCK, ours.length - offset)
         one = before.read_range(ours.file, ours.start + offset, length)

@@ -19,7 +19,7 @@ from speculators_core.errors import VerifierError
 from speculators_core.store.files import remember_text
 from speculators_core.types import Json, StrictModel
 from speculators_core.verifier.files import LocalFiles, VerifierFiles, open_verifier
-from speculators_core.verifier.weights import INDEX, parse_index, weight_names
+from speculators_core.verifier.weights import INDEX, parse_index, read_header, weight_names
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def describe(files: VerifierFiles, *, template_kwargs: Mapping[str, Json] | None
         template_kwargs: keyword arguments for the chat template: they change what the verifier is shown.
 
     Raises:
-        VerifierError: not a model, its weights are missing, or somebody wrote to it meanwhile.
+        VerifierError: not a model, its weights are missing or torn, or somebody wrote to it meanwhile.
     """
     before = files.stamp()
     names = files.names()
@@ -124,6 +124,9 @@ def describe(files: VerifierFiles, *, template_kwargs: Mapping[str, Json] | None
     weights = weight_names(names, index, files.where)
     tokenizer = [name for name in TOKENIZER_FILES if name in names]
     adapters = sorted(name for name in names if name.startswith("adapter") and name.endswith(".safetensors"))
+    if isinstance(files, LocalFiles):  # elsewhere it would be a request a file; a copy from there is checked like this
+        for name in (*weights, *adapters):
+            read_header(files, name)
     wanted = [*weights, *tokenizer, *adapters]
     sums = dict(zip(wanted, files.sha256(wanted), strict=True))
     content: dict[str, Any] = {

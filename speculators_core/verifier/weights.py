@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel, NonNegativeInt, TypeAdapter, ValidationError
+
 from speculators_core.errors import VerifierError
 from speculators_core.verifier.facts import VerifierFacts, read_config, read_facts
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from speculators_core.verifier.files import VerifierFiles
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ NORM_KEYS = (
     "backbone.norm_f.weight",
     "transformer.ln_f.weight",
 )
+_LONGEST_HEADER = 100_000_000  # of a safetensors file: the format's own limit
 _PLAIN_DTYPES = frozenset({"F32", "F16", "BF16"})
 
 
@@ -105,6 +110,65 @@ def weight_names(names: Collection[str], index: Mapping[str, str] | None, where:
         f"{where} holds no .safetensors file ({found})",
         mend="convert the verifier with transformers' save_pretrained; pickled weights are never loaded",
     )
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor's bytes lie. kind: dtype as written, and shape · start: first byte in the file."""
+
+    file: str
+    kind: tuple[str, tuple[int, ...]]
+    start: int
+    length: int
+
+
+class _Entry(BaseModel):
+    dtype: str
+    shape: tuple[NonNegativeInt, ...]
+    data_offsets: tuple[NonNegativeInt, NonNegativeInt]
+
+
+_ENTRIES = TypeAdapter(dict[str, _Entry])
+
+
+def read_header(files: VerifierFiles, name: str) -> dict[str, StoredTensor]:
+    """Tensors of a safetensors file by name, from its header alone.
+
+    Raises:
+        VerifierError: it is torn or no safetensors; says what is wrong.
+    """
+    length = int.from_bytes(files.read_range(name, 0, 8), "little")
+    try:
+        if length > _LONGEST_HEADER:
+            raise ValueError(f"it claims a header of {length} bytes")
+        header = json.loads(files.read_range(name, 8, length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
+        header.pop("__metadata__", None)
+        placed = sorted(_ENTRIES.validate_python(header).items(), key=lambda item: item[1].data_offsets)
+        first, end = 8 + length, 0
+        for tensor, entry in placed:
+            if entry.data_offsets[0] < end or entry.data_offsets[1] < entry.data_offsets[0]:
+                raise ValueError(f"the bytes of {tensor} overlap others")
+            end = entry.data_offsets[1]
+        if end and not files.read_range(name, first + end - 1, 1):
+            raise ValueError("it ends before its last tensor")
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            reason = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors()[:1])
+        raise VerifierError(
+            f"{files.where}/{name} is torn or not safetensors: {reason}", mend="copy the verifier again"
+        ) from error
+    return {
+        tensor: StoredTensor(
+            name,
+            (entry.dtype, entry.shape),
+            first + entry.data_offsets[0],
+            entry.data_offsets[1] - entry.data_offsets[0],
+        )
+        for tensor, entry in placed
+    }
 
 
 def read_head(verifier_dir: Path, facts: VerifierFacts | None = None) -> VerifierHead:
