@@ -125,10 +125,11 @@ def check_mlflow(settings: Settings) -> str:
 
 def check_recipe(run: object) -> str:
     """Everything about a recipe that can be wrong without an engine."""
-    from speculators_core.preflight import check_inputs
+    from speculators_core.preflight import check_inputs, check_sizes
     from speculators_core.run import Run
 
     assert isinstance(run, Run)
+    check_sizes(run.recipe, run.facts)
     check_inputs(run.recipe, run.facts, run.verifier, run.layer_ids)
     return f"layers {', '.join(map(str, run.layer_ids))}"
 

@@ -31,10 +31,33 @@ PROBE_TOKENS = 16
 
 
 def check_inputs(recipe: Recipe, facts: VerifierFacts, verifier: Path, layer_ids: tuple[int, ...]) -> None:
-    """Everything that can be known to be wrong without an engine.
+    """Everything else that can be known to be wrong without an engine, after `check_sizes`.
 
     Raises:
         ConfigError, DataError, VerifierError: naming the field and the mend.
+    """
+    check_layers(layer_ids, facts.num_hidden_layers)
+    check_source(recipe.capture.source, facts)
+    plan = DraftPlan(
+        verifier,
+        facts.vocab_size,
+        recipe.draft_vocabulary,
+        row_tokens=recipe.training.row_tokens,
+        allow_unservable=recipe.export.allow_unservable,
+        k=recipe.evaluation.k,
+    )
+    registry.resolve(str(recipe.algorithm["kind"])).check(recipe.algorithm_config(), plan)
+    check_content(recipe.data)
+    ChatTemplate.load(verifier, recipe.data.template_kwargs)
+    if recipe.verifier.publish_as is None:
+        log.warning("the draft will name its verifier by a local path; set verifier.publish_as to make it portable")
+
+
+def check_sizes(recipe: Recipe, facts: VerifierFacts) -> None:
+    """What the verifier's config.json alone denies: known before its weights are fetched or hashed.
+
+    Raises:
+        ConfigError: more tokens than its vocabulary, or longer rows than its context.
     """
     size = recipe.draft_vocabulary
     if size is not None and size > facts.vocab_size:
@@ -42,27 +65,12 @@ def check_inputs(recipe: Recipe, facts: VerifierFacts, verifier: Path, layer_ids
             f"draft_vocabulary is {size}, but the verifier's vocabulary has {facts.vocab_size} tokens",
             mend=f"set draft_vocabulary to at most {facts.vocab_size}, or to null for all of it",
         )
-    check_layers(layer_ids, facts.num_hidden_layers)
-    check_source(recipe.capture.source, facts)
-    plan = DraftPlan(
-        verifier,
-        facts.vocab_size,
-        size,
-        row_tokens=recipe.training.row_tokens,
-        allow_unservable=recipe.export.allow_unservable,
-        k=recipe.evaluation.k,
-    )
-    registry.resolve(str(recipe.algorithm["kind"])).check(recipe.algorithm_config(), plan)
     context = facts.max_position_embeddings
     if recipe.data.max_length > context:
         raise ConfigError(
             f"data.max_length is {recipe.data.max_length}, but the verifier's context is {context}",
             mend=f"set data.max_length to at most {context}",
         )
-    check_content(recipe.data)
-    ChatTemplate.load(verifier, recipe.data.template_kwargs)
-    if recipe.verifier.publish_as is None:
-        log.warning("the draft will name its verifier by a local path; set verifier.publish_as to make it portable")
 
 
 def check_warm_start(recipe: Recipe, verifier: Path, start: Path, *, head: bool) -> None:

@@ -30,8 +30,9 @@ def preflight(run: Run) -> StageResult:
     A server that somebody else runs is asked instead whether it fits, and that every time.
     """
     if run.check:
-        from speculators_core.preflight import check_inputs, check_warm_start
+        from speculators_core.preflight import check_inputs, check_sizes, check_warm_start
 
+        check_sizes(run.recipe, run.facts)
         check_inputs(run.recipe, run.facts, run.verifier, run.layer_ids)
         if run.warm_start is not None and run.warm_start.path is not None:
             check_warm_start(run.recipe, run.verifier, Path(run.warm_start.path), head=run.warm_start.head)
