@@ -67,7 +67,7 @@ def pin(
         elif not pins:
             print("nothing is pinned")
         else:
-            show_table("pinned", [(one.name, f"{one.when}  {one.why}") for one in pins])
+            show_table("pinned", [(_short(one.name), f"{one.when}  {one.why}") for one in pins])
         return
     done = retention.unpin(reference) if remove else retention.pin(reference, why=why)
     show_model(done, as_json, f"{'unpinned' if remove else 'pinned'} {done.name}")

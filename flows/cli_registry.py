@@ -170,8 +170,8 @@ def matrix(
 
     table = Table("version", title=f"{model}: draft × verifier × vLLM", title_justify="left")
     for pair in found.pairs:
-        verifier = f"{pair.verifier or 'verifier'} {pair.verifier_fingerprint[:8]}"
-        table.add_column(f"{verifier}\nvLLM {pair.vllm or '?'} {pair.runtime_key[:8]}")
+        verifier = f"{pair.verifier or 'verifier'} {pair.verifier_fingerprint[:12]}"
+        table.add_column(f"{verifier}\nvLLM {pair.vllm or '?'} {pair.runtime_key[:12]}")
     for row in found.rows:
         table.add_row(f"{row.version}  {', '.join(row.aliases)}", *(cell_text(cell) for cell in row.cells))
     print_table(table)

@@ -29,6 +29,7 @@ SetOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON for scripts instead of text")]
 NO_OVERRIDES: list[str] = []
+_WIDEST = 10_000
 
 
 def prepare_environment() -> Settings:
@@ -138,15 +139,22 @@ def show_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     from rich.table import Table
 
     table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
     table.add_column()
-    table.add_column(overflow="fold")  # a path or digest that is cut cannot be copied
     for label, value in rows:
         table.add_row(label, value)
     print_table(table)
 
 
 def print_table(table: Table) -> None:
-    """Print it as it stands: brackets in a cell are text, never rich's markup."""
-    from rich.console import Console
+    """Print it as it stands: brackets in a cell are text, never rich's markup, and no word is cut or broken.
 
-    Console(markup=False).print(table)
+    Where a path or a digest needs more room than the terminal has, the table is wider: it can be copied then.
+    """
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    console = Console(markup=False)
+    least = Measurement.get(console, console.options.update(max_width=_WIDEST), table).minimum
+    console.width = max(console.width, least)
+    console.print(table)

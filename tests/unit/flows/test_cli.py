@@ -108,6 +108,18 @@ def test_brackets_in_a_cell_are_text(capsys: pytest.CaptureFixture[str]) -> None
     assert "[champion]" in shown and "[demo]" in shown
 
 
+def test_no_digest_or_path_is_cut_or_broken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    digest, path = "ab12" * 16, f"file:///{'x/' * 60}"
+    show_table(path, [("fingerprint", digest), (f"draft/{digest}", f"done {path}"), ("text", "word " * 60)])
+    lines = capsys.readouterr().out.splitlines()
+    for whole in (f"│ {digest}", f"draft/{digest} │", path):
+        assert any(whole in line for line in lines[1:]), whole
+    assert max(map(len, lines)) < 220, "prose is filled"
+
+
 def test_a_name_in_another_encoding_is_refused_in_words(tmp_path: Path) -> None:
     name = os.fsencode(tmp_path) + b"/caf\xe9.yaml"
     done = subprocess.run(
