@@ -200,9 +200,16 @@ def parse_yaml(text: str, *, where: str) -> Any:
     try:
         content = yaml.load(text, _Loader)
     except RecursionError:
-        raise ConfigError(f"{where} is not valid YAML: it is nested too deeply") from None
+        raise ConfigError(f"{where} is not valid YAML: it is nested too deeply", mend="write it out plainly") from None
     except (yaml.YAMLError, ValueError, AttributeError) as error:  # PyYAML lets those of wrong dates and tags through
-        raise ConfigError(f"{where} is not valid YAML: {_shortened(str(error))}") from error
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f"line {mark.line + 1}: "
+        told = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ConfigError(
+            f"{where} is not valid YAML: {line}{_shortened(told)}",
+            mend="write `key: value` with a blank behind the colon, indent what belongs together alike and by blanks, "
+            "close what is opened, and put texts with special signs in quotes",
+        ) from error
     _check_plain(content, where)
     return content
 
@@ -234,11 +241,16 @@ def _check_plain(content: Any, where: str) -> None:
         elif isinstance(value, list | tuple | set):
             pending += value
         elif isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{where} holds a number that is not finite: {value}")
+            raise ConfigError(
+                f"{where} holds a number that is not finite: {value}",
+                mend="write a number, or null where none is meant",
+            )
         elif isinstance(value, int) and abs(value) >= 2**63:
-            raise ConfigError(f"{where} holds a number that does not fit 64 bits: {value:.3e}")
+            raise ConfigError(
+                f"{where} holds a number that does not fit 64 bits: {value:.3e}", mend="write a smaller one"
+            )
         elif isinstance(value, str) and "\0" in value:
-            raise ConfigError(f"{where} holds a null character in {_shortened(value)!r}")
+            raise ConfigError(f"{where} holds a null character in {_shortened(value)!r}", mend="delete it")
 
 
 def _shortened(text: str) -> str:
@@ -253,7 +265,14 @@ def validate(model: type[Model], content: Mapping[str, Any], *, where: str) -> M
     try:
         made = model.model_validate(content)
     except ValidationError as error:
-        lines = [describe(model, problem) for problem in error.errors()]
+        places = [problem["loc"] for problem in error.errors()]
+        lines = [
+            describe(model, problem)
+            for problem in error.errors()
+            if not any(
+                place[: len(problem["loc"])] == problem["loc"] != place for place in places
+            )  # what is below says it
+        ]
         raise ConfigError(f"{where}: " + "; ".join(lines)) from None
     if absurd := [describe(model, problem) for problem in _absurd_numbers(made)]:
         raise ConfigError(f"{where}: " + "; ".join(absurd))
@@ -278,20 +297,37 @@ def _absurd_numbers(value: object, location: tuple[str | int, ...] = ()) -> Iter
 
 def describe(model: type[BaseModel], problem: Any) -> str:
     """One pydantic error as a sentence; unknown keys get the nearest right name."""
-    location = [part for part in problem["loc"] if isinstance(part, str)]
-    dotted = ".".join(str(part) for part in problem["loc"])
+    places = _without_types(model, problem["loc"])
+    location = [part for part in places if isinstance(part, str)]
+    dotted = ".".join(str(part) for part in places)
     if problem["type"] != "extra_forbidden":
         says = _SAYS.get(problem["type"])
         if says is None:
             told = str(problem["msg"]).removeprefix("Value error, ")
             return f"`{dotted}`: {told}" if dotted else told  # of the recipe as a whole: it names its keys
         given = "" if problem["type"] == "missing" else f", not {_shortened(json.dumps(problem['input'], default=str))}"
-        return f"`{dotted}` {says.format_map(problem.get('ctx', {}))}{given}{_meaning(model, problem['loc'])}"
+        return f"`{dotted}` {says.format_map(problem.get('ctx', {}))}{given}{_meaning(model, location)}"
     parent = section_of(model, location[:-1])
     names = sorted(parent.model_fields) if parent else []
     near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
     known = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(names)}"
-    return f"`{dotted}` is not a key of a recipe here; {known}"
+    return f"`{dotted}` is no key that is known here; {known}"
+
+
+def _without_types(model: type[BaseModel], location: Sequence[str | int]) -> list[str | int]:
+    """Where a problem is, without the type that pydantic puts behind a key that may be of several."""
+    found: list[str | int] = []
+    names: list[str] = []
+    parts = iter(location)
+    for part in parts:
+        found.append(part)
+        parent = section_of(model, names)
+        if isinstance(part, str):
+            names.append(part)
+            field = parent.model_fields.get(part) if parent else None
+            if field is not None and len(_options(field.annotation) - {types.NoneType}) > 1:
+                next(parts, None)
+    return found
 
 
 _SAYS = {  # pydantic's kinds of error, in words of a recipe; {…} is pydantic's own context
@@ -307,39 +343,45 @@ _SAYS = {  # pydantic's kinds of error, in words of a recipe; {…} is pydantic'
     "float_parsing": "must be a number",
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
+    "finite_number": "must be a finite number",
     "string_type": "must be a text",
+    "string_unicode": "must be a text",
+    "string_too_short": "must have at least {min_length} characters",
     "string_too_long": "must have at most {max_length} characters",
     "string_pattern_mismatch": "must match {pattern}",
     "literal_error": "must be {expected}",
     "tuple_type": "must be a list",
     "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
     "dict_type": "must be a section with keys of its own",
     "model_type": "must be a section with keys of its own",
 }
 
 
-def _meaning(model: type[BaseModel], location: Sequence[str | int]) -> str:
+def _meaning(model: type[BaseModel], location: Sequence[str]) -> str:
     """What the key is for, in brackets: its description."""
-    names = [part for part in location if isinstance(part, str)]
-    parent = section_of(model, names[:-1])
-    field = parent.model_fields.get(names[-1]) if parent and names else None
+    parent = section_of(model, location[:-1])
+    field = parent.model_fields.get(location[-1]) if parent and location else None
     return f" ({field.description})" if field and field.description else ""
 
 
 def section_of(model: type[BaseModel], location: Sequence[str]) -> type[BaseModel] | None:
-    """The model class that a dotted location leads to."""
+    """The model class that a dotted location leads to, of a list that of its entries."""
     current: type[BaseModel] | None = model
     for part in location:
         field = current.model_fields.get(part) if current else None
-        current = as_model(field.annotation) if field else None
+        annotation = field.annotation if field else None
+        current = as_model(typing.get_args(annotation)[0] if typing.get_origin(annotation) is tuple else annotation)
     return current
 
 
 def as_model(annotation: Any) -> type[BaseModel] | None:
     """The pydantic model in an annotation, through `X | None`."""
-    options = (
-        typing.get_args(annotation)
-        if typing.get_origin(annotation) in (typing.Union, types.UnionType)
-        else [annotation]
-    )
-    return next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+    options = (option for option in _options(annotation) if isinstance(option, type))
+    return next((option for option in options if issubclass(option, BaseModel)), None)
+
+
+def _options(annotation: Any) -> set[Any]:
+    """What a key may be: the parts of a union."""
+    united = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return set(typing.get_args(annotation)) if united else {annotation}

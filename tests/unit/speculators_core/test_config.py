@@ -47,6 +47,16 @@ def test_every_shipped_recipe_loads_and_bears_its_file_name(path: Path) -> None:
         ("data.sources=[]", ["`data.sources` must have at least 1 entries"]),
         ("training.optimizer.betas=1", ["`training.optimizer.betas` must be a list"]),
         ("data.validation_share=0.5", ["must be less than 0.5"]),
+        ("training.optimizer.betas=[1, 2, 3]", ["`training.optimizer.betas` must have at most 2 entries"]),
+        ("serve.host=''", ["`serve.host` must have at least 1 characters"]),
+        (
+            "lifecycle.price_per_hour=dear",
+            ['`lifecycle.price_per_hour` must be a number, not "dear" (price of an hour'],
+        ),
+        ("hidden_states.engines=[{core: [1]}]", ["demo.yaml: `hidden_states.engines.0.core`", "did you mean `cores`?"]),
+        ("draft_vocabulary=99999999999999", ["`draft_vocabulary` must be at most 16777216, not 99999999999999"]),
+        ("data.max_length=1e10", ["`data.max_length` must be a whole number"]),
+        ("data.max_length=10000000000.0", ["`data.max_length` must be at most 16777216"]),
         ("no-equals-sign", ["section.key=value"]),
         ("name.x=1", ["holds a value, not a section"]),
         ("training={a: [}", ["not valid YAML"]),
@@ -69,16 +79,6 @@ def test_what_is_wrong_is_named_with_the_mend(override: str, words: list[str]) -
         assert word in str(caught.value)
 
 
-def test_overrides_are_typed_as_yaml_and_change_the_digest() -> None:
-    plain = load_recipe(DEMO)
-    changed = load_recipe(DEMO, ["training.epochs=7", "verifier.publish_as=org/model", "draft_vocabulary=null"])
-    assert (changed.training.epochs, changed.verifier.publish_as, changed.draft_vocabulary) == (7, "org/model", None)
-    assert plain.digest() != changed.digest()
-    assert plain.digest() == load_recipe(DEMO, ["training.epochs=" + str(plain.training.epochs)]).digest()
-
-
-def test_an_override_makes_missing_sections() -> None:
-    content: dict[str, object] = {}
 @pytest.mark.parametrize(
     "path", ["https://me:hunter2@host/model", "https://me:hunt/er2@host/model", "s3://b/m?sig=hunter2"]
 )
@@ -93,6 +93,16 @@ def test_an_address_that_holds_none_is_let_through(path: str) -> None:
     assert load_recipe(DEMO, [f"verifier.path='{path}'"]).verifier.path == path
 
 
+def test_overrides_are_typed_as_yaml_and_change_the_digest() -> None:
+    plain = load_recipe(DEMO)
+    changed = load_recipe(DEMO, ["training.epochs=7", "verifier.publish_as=org/model", "draft_vocabulary=null"])
+    assert (changed.training.epochs, changed.verifier.publish_as, changed.draft_vocabulary) == (7, "org/model", None)
+    assert plain.digest() != changed.digest()
+    assert plain.digest() == load_recipe(DEMO, ["training.epochs=" + str(plain.training.epochs)]).digest()
+
+
+def test_an_override_makes_missing_sections() -> None:
+    content: dict[str, object] = {}
     apply_override(content, "a.b.c=[1, x]")
     assert content == {"a": {"b": {"c": [1, "x"]}}}
 
@@ -108,6 +118,15 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "torn.yaml").write_text("a: [1\n")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_recipe(tmp_path / "torn.yaml")
+    for text, told in (
+        ("name: x\ndata:\n  sources: [a\nb: 1\n", r"line 4: expected ',' or '\]'"),
+        ("name: x\n\tdata: 1\n", r"line 2: found character '\\t'"),
+        ("training:\n  epochs: 1\n  epochs: 2\n", "line 3: `epochs` is given twice"),
+        ("name: \x07\n", "special characters are not allowed"),
+    ):
+        (tmp_path / "torn.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=rf"torn\.yaml is not valid YAML: .*{told}[^\n]*\n  mend: write"):
+            load_recipe(tmp_path / "torn.yaml")
 
 
 def test_a_recipe_survives_json() -> None:
