@@ -55,7 +55,7 @@ def build_block_draft(
     )
     vocabulary = reduced_vocabulary(draft_vocabulary, facts.vocab_size)
     ids = chosen_layers(knobs.aux_layers, facts.num_hidden_layers)
-    mask = resolve_mask_token(verifier_dir, facts, knobs.mask_token_id)
+    mask = resolve_mask_token(verifier_dir, facts, knobs.mask_token_id, trusted=True)
     model = make(facts, geometry, len(ids), vocabulary, mask)
     model.aux_layer_ids, model.verifier_architectures = ids, facts.architectures
     draw_linear(model, geometry.initializer_range, seed)

@@ -8,8 +8,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from speculators_core import registry
 from speculators_core.algorithms._blocks.mask_token import resolve_mask_token
+from speculators_core.drafts import algorithm_of
 from speculators_core.errors import ConfigError
+from speculators_core.types import DraftPlan, no_mask
 from speculators_core.verifier.facts import read_facts
 from tests.unit.speculators_core.algorithms.tiny import VOCAB, write_verifier
 
@@ -51,6 +54,17 @@ def test_in_a_full_vocabulary_an_idle_special_token_is_taken(tmp_path: Path) -> 
         except ConfigError as error:
             refused += "chat template" in str(error)
     assert refused == 1
+
+
+@pytest.mark.parametrize(
+    "kind", [name for name in registry.names() if registry.resolve(name).mask_token is not no_mask]
+)
+def test_a_recipe_may_not_take_what_an_existing_draft_may_have(tmp_path: Path, kind: str) -> None:
+    directory = verifier(tmp_path, VOCAB - 3, ["<turn>", "<idle>", "<end>"], "{{ '<turn>' }}", eos_token="<end>")
+    algorithm, config = algorithm_of({"kind": kind, "mask_token_id": 3})
+    with pytest.raises(ConfigError, match="text is made of"):
+        algorithm.check(config, DraftPlan(directory, VOCAB, None, row_tokens=64, allow_unservable=True))
+    assert algorithm.build(config, directory, None, 0).mask_token_id == 3
 
 
 def test_padding_and_end_are_the_last_resort(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
