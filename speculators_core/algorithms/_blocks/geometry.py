@@ -121,13 +121,22 @@ def geometry_for(
         ),
         sliding_window=sliding_window,
         rms_norm_eps=facts.rms_norm_eps,
-        rope_parameters=flatten_rope(facts.rope_parameters),
+        rope_parameters=_own_rope(facts),
         max_position_embeddings=facts.max_position_embeddings,
         initializer_range=facts.initializer_range,
         bos_token_id=facts.bos_token_id,
         eos_token_id=facts.eos_token_id,
         pad_token_id=facts.pad_token_id,
     )
+
+
+def _own_rope(facts: VerifierFacts) -> dict[str, Any]:
+    """The verifier's rotation, but for one of two tables: vLLM takes the one that the served context calls for
+    (phi3_long_rope_scaled_rope.py), which training cannot know, and finds none for blocks. The draft turns plainly."""
+    rope = flatten_rope(facts.rope_parameters)
+    if rope["rope_type"] not in ("longrope", "su"):
+        return rope
+    return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
 
 
 def flatten_rope(parameters: Any) -> dict[str, Any]:
