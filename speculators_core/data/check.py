@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from pydantic import Field
 
-from speculators_core.data.conversations import Conversation, engine_messages
+from speculators_core.data.conversations import Conversation, Message, engine_messages
 from speculators_core.data.rows import RowSet
 from speculators_core.data.template import ChatTemplate
 from speculators_core.engine.client import EngineClient
@@ -97,10 +97,8 @@ def check_prompts(
     """
     found = _Comparison()
     for conversation in islice(conversations, sample):
-        roles = [message["role"] for message in conversation.messages]
-        if "user" not in roles:
+        if (messages := _opening(conversation)) is None:
             continue
-        messages = list(conversation.messages[: roles.index("user") + 1])
         ours = template.ids(messages, tools=conversation.tools, add_generation_prompt=True)
         rendered = client.render(
             engine_messages(messages),
@@ -110,6 +108,24 @@ def check_prompts(
         )
         found.add(conversation.id, [*ours, _END], [*rendered, _END])
     return found.outcome()
+
+
+def opening_prompts(conversations: Iterable[Conversation], template: ChatTemplate) -> Iterator[list[int]]:
+    """Token ids of what each conversation is asked first; those that the template refuses are left out."""
+    for conversation in conversations:
+        if (messages := _opening(conversation)) is None:
+            continue
+        try:
+            ids = template.ids(messages, tools=conversation.tools, add_generation_prompt=True)
+        except DataError:
+            continue
+        yield ids
+
+
+def _opening(conversation: Conversation) -> list[Message] | None:
+    """Messages up to the first of the user; None where there is none."""
+    roles = [message["role"] for message in conversation.messages]
+    return list(conversation.messages[: roles.index("user") + 1]) if "user" in roles else None
 
 
 class _Comparison:

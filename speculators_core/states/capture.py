@@ -82,15 +82,20 @@ def require_disk(path: Path, num_bytes: int, *, lower: str = "take fewer rows (d
     Raises:
         DiskSpaceError: with the need, what is free, and the cures.
     """
-    existing = path.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(path)
     if num_bytes > free:
         raise DiskSpaceError(
             f"the hidden states need {_gib(num_bytes)}, and {_gib(free)} are free at {path}",
             mend=f"free space, point DRAFTSMITH_HOME at a larger disk, or {lower}",
         )
+
+
+def free_bytes(path: Path) -> int:
+    """Free space where a path lies, or will."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
 
 
 def records_config(config: CaptureConfig, workspace: Path) -> dict[str, Any]:
@@ -267,8 +272,13 @@ def plan_capture(
     config: CaptureConfig,
     workspace: Path,
     share: Share = WHOLE,
+    *,
+    freed: int = 0,
 ) -> Collector:
     """Plan or resume a capture, and refuse at once what will not fit on the disk.
+
+    Args:
+        freed: bytes on the same disk that go as rows are written.
 
     Raises:
         ConfigError, DataError, DiskSpaceError, StoreError.
@@ -286,7 +296,7 @@ def plan_capture(
     collector = Collector(rows, states, workspace, config.shard_tokens, share)
     missing = collector.missing_tokens()
     in_flight = min(missing, _IN_FLIGHT * config.concurrency * collector.longest)  # records that lie beside the set
-    require_disk(workspace, int((missing + in_flight) * states.bytes_per_token * 1.02))
+    require_disk(workspace, int((missing + in_flight) * states.bytes_per_token * 1.02) - freed)
     return collector
 
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from hs_connectors.contract import Handle, Reader, Record
 from hs_connectors.errors import ConnectorError
-from hs_connectors.registry import open_reader
-from speculators_core.data.check import check_prompts
+from hs_connectors.registry import open_backend, open_reader
+from speculators_core.data.check import check_prompts, opening_prompts
 from speculators_core.data.config import RegenerationConfig
 from speculators_core.data.conversations import Conversation
 from speculators_core.data.regenerate import RegeneratedTurn, RegenerationReport, regenerate
@@ -40,12 +40,15 @@ from speculators_core.states.capture import (
     capture_rows,
     capture_server,
     conclude,
+    free_bytes,
     plan_capture,
     records_config,
+    require_disk,
 )
 from speculators_core.states.collect import Row, Rows, content_of, each, ids_of
 from speculators_core.states.config import CaptureConfig
 from speculators_core.states.gates import check_layers, check_record
+from speculators_core.states.kept import RESERVE_BYTES
 from speculators_core.states.parity import ParityGate
 from speculators_core.states.shards import StatesFacts
 from speculators_core.states.source import Tally
@@ -56,6 +59,8 @@ log = logging.getLogger(__name__)
 
 REPLIES = "replies.jsonl"
 _WRITTEN_S = 10.0
+_PROMPTS = 1000
+"""Opening prompts that are rendered to know how long they are on average."""
 
 
 class RecordsGone(CaptureError):
@@ -82,13 +87,13 @@ def answer(
     """Serve the verifier and have it answer; with `records`, that directory is where its hidden states are left.
 
     Args:
-        most_bytes: of states that are left; what comes after them is removed as it comes.
+        most_bytes: of states that are left; what comes after them, or would fill the disk, is removed as it comes.
         layer_ids: ascending; the last is the number of layers.
         fingerprint: digest of the verifier, template and its kwargs included.
         output: JSON Lines as `regenerate` writes them. Both directories survive a kill: the same call goes on.
 
     Raises:
-        ConfigError, DataError: before the first request.
+        ConfigError, DataError, DiskSpaceError: before the first request.
         EngineError: the engine did not start, or died; what was answered is kept.
     """
     facts, template = read_facts(verifier_dir), ChatTemplate.load(verifier_dir, template_kwargs)
@@ -96,9 +101,11 @@ def answer(
     context = min(replies.max_context or positions, positions - 1)  # capturing speculates on one token more
     length, on_turn = min(context + 8, positions), None
     if records is not None:
-        info = probe_runtime(runtime, home=home)
         layers = check_layers(layer_ids, facts.num_hidden_layers)
-        on_turn = _within(most_bytes, bytes_per_token(facts, layers, config.dtype), records_reader(records, config))
+        per_token = bytes_per_token(facts, layers, config.dtype)
+        most_bytes = _room(most_bytes, records, config, conversations, template, per_token)
+        on_turn = _within(most_bytes, per_token, records_reader(records, config))
+        info = probe_runtime(runtime, home=home)
         spec = capture_server(
             _on_disk(config),
             verifier_dir,
@@ -158,16 +165,18 @@ def capture_answers(
         as `capture_rows`.
     """
     if (records / REPLIES).is_file() and config.source == "engine":
+        handles, there = match_handles(rows, read_regenerated(records / REPLIES)), _lying(records, config)
         try:
             return store_handles(
                 rows,
-                match_handles(rows, read_regenerated(records / REPLIES)),
+                handles,
                 records_reader(records, config),
                 layer_ids,
                 fingerprint,
                 config,
                 workspace,
                 verifier_dir=verifier_dir,
+                freed=sum(there.get(handle.key, 0) for handle in handles.values()),
                 progress=progress,
             )
         except RecordsGone as gone:
@@ -197,14 +206,44 @@ def _on_disk(config: CaptureConfig) -> CaptureConfig:
     return config.model_copy(update={"backend": "file", "backend_config": {}})
 
 
+def _room(
+    most_bytes: float,
+    records: Path,
+    config: CaptureConfig,
+    conversations: Sequence[Conversation],
+    template: ChatTemplate,
+    per_token: int,
+) -> float:
+    """`most_bytes`, or less: what the states of replies may take on this disk.
+
+    How long replies will be nobody knows; what the prompts alone need is certain.
+
+    Raises:
+        DiskSpaceError: not even that will fit.
+    """
+    some = conversations[:: max(1, len(conversations) // _PROMPTS)]
+    tokens = sum(map(len, opening_prompts(some, template))) * len(conversations) // max(1, len(some))
+    require_disk(records, int(min(most_bytes, tokens * per_token)) - sum(_lying(records, config).values()))
+    return min(most_bytes, free_bytes(records) - RESERVE_BYTES)
+
+
+def _lying(records: Path, config: CaptureConfig) -> dict[str, int]:
+    """Key → bytes of the records that `answer` has left."""
+    store = open_backend("file", records_config(_on_disk(config), records))
+    return {entry.key: entry.num_bytes for entry in store.entries()}
+
+
 def _within(most_bytes: float, per_token: int, reader: Reader) -> Callable[[RegeneratedTurn], None]:
     """What removes the records of turns beyond a number of bytes; called from many threads."""
     lock, left = threading.Lock(), most_bytes
 
     def look(turn: RegeneratedTurn) -> None:
         nonlocal left
+        size = (len(turn.prompt_token_ids) + len(turn.token_ids)) * per_token
         with lock:
-            left -= (len(turn.prompt_token_ids) + len(turn.token_ids)) * per_token
+            if left >= 0 > left - size:
+                log.info("there is no room for the states of further replies: they will be captured by themselves")
+            left -= size
             fits = left >= 0
         if not fits and isinstance(turn.kv_transfer_params, Mapping) and "handle" in turn.kv_transfer_params:
             handle = Handle.from_json(turn.kv_transfer_params["handle"])
@@ -263,6 +302,7 @@ def store_handles(
     workspace: Path,
     *,
     verifier_dir: Path,
+    freed: int = 0,
     progress: ProgressCallback | None = None,
 ) -> CaptureReport:
     """Turn records that were captured while replies were generated into a set.
@@ -271,6 +311,7 @@ def store_handles(
         rows: prompt and reply of each row. The last token was never an input: the set's rows are one token shorter.
         handles: row index -> address of its record. Records are deleted when their shard is on disk, so that a killed
             run can be repeated.
+        freed: their bytes, where they lie on the workspace's disk.
 
     Raises:
         as `capture`; RecordsGone for a row without a record that can be read.
@@ -278,7 +319,7 @@ def store_handles(
     facts = read_facts(verifier_dir)
     layers = check_layers(layer_ids, facts.num_hidden_layers)
     inputs = WithoutLastToken(rows)
-    collector = plan_capture(inputs, facts, layers, fingerprint, config, workspace)
+    collector = plan_capture(inputs, facts, layers, fingerprint, config, workspace, freed=freed)
     gate = ParityGate(inputs, collector, config, verifier_dir, facts, False)
     gate.prepare()
     tally = Tally()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from speculators_core.states.replies import (
     RecordsGone,
     WithoutLastToken,
     _within,
+    capture_answers,
     publish_replies,
     records_reader,
     store_handles,
@@ -114,6 +117,21 @@ def test_records_beyond_the_quota_are_removed_as_they_come(
         look(turn)
     left = {path.stem for path in (records / RECORDS_NAME).glob("*.safetensors")}
     assert left == {"r0", "r1", "r2", "r3"}, "5 + 9 + 30 + 4 tokens"
+
+
+def test_records_that_become_a_set_do_not_need_their_room_twice(
+    answered: tuple[ListOfRows, Path, list[RegeneratedTurn]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, records, _ = answered
+    verifier = write_verifier(tmp_path / "verifier", hidden_size=8, num_hidden_layers=4)
+    need, free = 2 * (sum(LENGTHS) - len(LENGTHS)) * FACTS.bytes_per_token, 100 * FACTS.bytes_per_token
+    assert need > free, "what is missing, and what is in flight meanwhile"
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    report = capture_answers(
+        rows, None, FACTS.layer_ids, FACTS.verifier_fingerprint, CaptureConfig(parity_rows=0, concurrency=1),
+        tmp_path / "set", records=records, verifier_dir=verifier, home=tmp_path,
+    )  # fmt: skip
+    assert report.rows == len(LENGTHS)
 
 
 def test_published_replies_do_not_say_where_their_records_lay(tmp_path: Path) -> None:
