@@ -18,7 +18,7 @@ import torch
 
 from hs_connectors import CaptureSettings, Handle, Reader, Record, kv_transfer_config, open_reader, speculative_config
 from hs_connectors.errors import CaptureFailed, ConnectorError, RecordTimeout
-from speculators_core.engine.runtime import Runtime
+from speculators_core.engine.runtime import Runtime, ask_interpreter
 from speculators_core.engine.server import Engine, ServerSpec
 
 pytestmark = pytest.mark.engine
@@ -304,3 +304,32 @@ def make_tiny_verifier(target: Path, tokenizer_of: Path, poison: int) -> None:
     for file in tokenizer_of.iterdir():
         if file.name.startswith(("tokenizer", "chat_template")):
             shutil.copy(file, target)
+
+
+_ONE_CANNOT_BE_COPIED = """
+import json, os, torch
+from hs_connectors.contract import CaptureSettings
+from hs_connectors.vllm.connector import Capture, _WorkerHalf
+from hs_connectors.vllm.staging import Stager
+
+settings = CaptureSettings("file", {"root": os.environ["STORE"]}, (1,), "a verifier")
+worker = _WorkerHalf(settings, Stager(torch.ones(4, 1, 8, 4)), {"device": "cpu"})
+blocks = {"before": 1, "none": 99, "after": 2}
+asked = [Capture(name, name, tuple(range(8)), 8, (block,)) for name, block in blocks.items()]
+released = worker.advance(asked) | worker.advance([])
+worker.close()
+print("DRAFTSMITH" + json.dumps(sorted(released)))
+"""
+
+
+def test_states_that_cannot_be_copied_fail_their_record_and_give_their_blocks_back(
+    runtime: Runtime, tmp_path: Path
+) -> None:
+    assert runtime.python is not None
+    told = ask_interpreter(Path(runtime.python), _ONE_CANNOT_BE_COPIED, variables={"STORE": str(tmp_path)})
+    assert json.loads(told) == ["after", "before", "none"], "blocks that nobody gave back would be the engine's end"
+    reader = open_reader("file", {"root": str(tmp_path)})
+    for name in ("before", "after"):
+        assert bool((reader.get(Handle("file", name), 0).hidden_states == 1).all())
+    with pytest.raises(CaptureFailed, match="could not be copied out of the cache: index out of range"):
+        reader.get(Handle("file", "none"), 0)

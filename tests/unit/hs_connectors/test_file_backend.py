@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from hs_connectors import Handle, open_reader, open_writer
 from hs_connectors.backends.file import FileBackend
-from hs_connectors.errors import CaptureFailed, RecordTimeout, SettingsError, StorageError
+from hs_connectors.errors import CaptureFailed, RecordError, RecordTimeout, SettingsError, StorageError
 from hs_connectors.record import pack
 from hs_connectors.testing import make_record
 
@@ -52,6 +52,29 @@ def test_weights_in_the_root_are_no_records_and_never_deleted(tmp_path: Path, me
     store.discard("row")
     store.discard("torn")
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("left", [0, 20, 400])
+def test_a_record_that_is_cut_while_it_is_read_ends_where_it_was_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    path, size_of = tmp_path / "key.safetensors", os.fstat
+    writer, reader = open_writer("file", {"root": str(tmp_path)}), open_reader("file", {"root": str(tmp_path)})
+
+    def cut(descriptor: int) -> os.stat_result:
+        """Somebody cuts the file when its reader knows its size and has not read it yet."""
+        facts = size_of(descriptor)
+        os.truncate(path, left)
+        return facts
+
+    writer.put("key", make_record(40))
+    whole = path.read_bytes()
+    monkeypatch.setattr(os, "fstat", cut)
+    payload = FileBackend({"root": str(tmp_path)}).fetch("key", 0)
+    assert bytes(payload) == whole[:left], "and nothing of what the memory held before"
+    path.write_bytes(whole)
+    with pytest.raises(RecordError):
+        reader.get(Handle("file", "key"), 0)
 
 
 def test_a_root_is_a_path() -> None:
