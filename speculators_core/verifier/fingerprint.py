@@ -124,7 +124,7 @@ def describe(files: VerifierFiles, *, template_kwargs: Mapping[str, Json] | None
     weights = weight_names(names, index, files.where)
     tokenizer = [name for name in TOKENIZER_FILES if name in names]
     adapters = sorted(name for name in names if name.startswith("adapter") and name.endswith(".safetensors"))
-    if isinstance(files, LocalFiles):  # elsewhere it would be a request a file; a copy from there is checked like this
+    if isinstance(files, LocalFiles):  # elsewhere it would be a request a file
         for name in (*weights, *adapters):
             read_header(files, name)
     wanted = [*weights, *tokenizer, *adapters]
