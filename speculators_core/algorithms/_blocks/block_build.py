@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import nn
 
 from speculators_core.algorithms._blocks.aux_layers import chosen_layers
 from speculators_core.algorithms._blocks.block_draft import BlockDraft
@@ -36,8 +35,9 @@ def build_block_draft(
 ) -> Draft:
     """A draft of that shape on the CPU: float32 where it is trained, bfloat16 where it is frozen.
 
-    Linear weights are N(0, initializer_range), norms 1; embedding and head are the verifier's. The last norm starts so
-    small that fresh logits vary by about one (not with `compat`): random certainty only costs steps to unlearn.
+    Linear weights are N(0, initializer_range), norms 1; embedding and head are the verifier's. So the last norm starts
+    as the verifier's, which is made for that head (not with `compat`): Adam moves a weight by its rate, whatever the
+    gradient, and masks have a long way to go.
 
     Raises:
         ConfigError: layers, vocabulary or mask token that this verifier does not have.
@@ -64,5 +64,5 @@ def build_block_draft(
     model.borrow(parts.embed_VH, parts.head_DH)
     model.teacher = parts.teacher
     if not knobs.compat:
-        nn.init.constant_(model.norm.weight, 1.0 / float(parts.head_DH.float().norm(dim=-1).mean()))
+        model.norm.load_state_dict({"weight": parts.teacher.norm_weight_H})
     return model

@@ -37,14 +37,17 @@ class Teacher(nn.Module):
         self.head = nn.Parameter(head_DH, requires_grad=False)
         self.eps, self.convention, self.softcap, self.scale = eps, convention, softcap, scale
 
+    @property
+    def norm_weight_H(self) -> Tensor:
+        """What the final norm multiplies by."""
+        return self.norm + 1.0 if self.convention == "one_plus" else self.norm
+
     @torch.no_grad()
     def normed(self, last_NH: Tensor, compute: torch.dtype) -> Tensor:
         """What the verifier's final norm makes of residual streams, in at least float32."""
         wide = last_NH.to(torch.promote_types(compute, torch.float32))
-        weight = self.norm.to(wide.dtype)
-        if self.convention == "one_plus":
-            weight = weight + 1.0
-        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * weight
+        unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return unit * self.norm_weight_H.to(wide.dtype)
 
     @torch.no_grad()
     def logits(self, last_NH: Tensor, compute: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from speculators_core.algorithms._blocks.block_knobs import check_blocks
 from speculators_core.algorithms._blocks.block_objective import chance_weights, expected_count, learned_blocks
@@ -174,6 +175,13 @@ def test_the_mask_has_an_embedding_of_its_own_that_vllm_reads(verifier: Path, tm
     plain, objective = made(verifier, train_mask_embedding=False)
     directory = write_draft(tmp_path / "draft", export(objective.config, plain, "org/v"), ModelCard(title="t"))
     assert not (directory / "mask_embedding.pt").exists()
+
+
+@pytest.mark.parametrize("compat", [False, True])
+def test_the_last_norm_starts_as_the_one_that_the_head_was_made_for(verifier: Path, compat: bool) -> None:
+    model, _ = made(verifier, compat=compat)
+    own = load_file(verifier / "model.safetensors")["model.norm.weight"].float()
+    assert torch.equal(model.norm.weight, torch.ones_like(own) if compat else own)
 
 
 def test_the_verifiers_own_tables_are_left_to_the_verifier(verifier: Path) -> None:
