@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +32,8 @@ _ENGINE = "engine.json"
 _RECORD, _ERROR = ".safetensors", ".error.json"
 _PART = re.compile(r"\..+\.(safetensors|json|probe)\.[0-9a-f]{16}\.part")
 _PAUSES_S = (0.001, 0.05)
+_STRETCH = 2 << 20
+"""Bytes written between two hints to the disk."""
 _YOUNG_S = 60.0
 """A `.part` younger than this may belong to a writer that has not locked it yet."""
 
@@ -149,10 +151,7 @@ class FileBackend:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # dies with us: how a sweep knows the living
-            for piece in pieces:
-                rest = memoryview(piece)
-                while rest:
-                    rest = rest[os.write(descriptor, rest) :]
+            self._fill(descriptor, pieces)
             if self._fsync and any(pieces):
                 os.fsync(descriptor)
             if name.endswith(".probe"):
@@ -164,6 +163,19 @@ class FileBackend:
             raise
         finally:
             os.close(descriptor)
+
+    def _fill(self, descriptor: int, pieces: Iterable[Payload]) -> None:
+        """Write the pieces; a disk that has to be waited for begins meanwhile."""
+        written = begun = 0
+        for piece in pieces:
+            rest = memoryview(piece)
+            while rest:
+                count = os.write(descriptor, rest[:_STRETCH] if self._fsync else rest)
+                rest, written = rest[count:], written + count
+                if self._fsync and (whole := written // _STRETCH * _STRETCH) > begun:
+                    # Dirty pages cannot be dropped: Linux starts to write them, and keeps them.
+                    os.posix_fadvise(descriptor, begun, whole - begun, os.POSIX_FADV_DONTNEED)
+                    begun = whole
 
     def _read(self, name: str) -> Payload | None:
         """The file's content, or None where there is no such file."""
