@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,11 @@ def bench_store(place: str, home: Path, *, codec: str = "none", mib: int = 16, r
         name, settings = config.backend, config.backend_config
         ours = _through_store(name, settings, codec, record)
         raw = _RAW[name](settings, record) if name in _RAW else None
-        for number in range(rounds + 1):
-            mine.append(ours(number))
-            if raw is not None:
-                plain.append(raw(number))
+        with _one_thread():
+            for number in range(rounds + 1):
+                mine.append(ours(number))
+                if raw is not None:
+                    plain.append(raw(number))
     put, get = _medians(mine[1:])
     raw_put, raw_get = _medians(plain[1:]) if plain else (None, None)
     return StoreSpeed(
@@ -90,6 +92,17 @@ def bench_store(place: str, home: Path, *, codec: str = "none", mib: int = 16, r
         raw_get_gb_s=None if raw_get is None else num_bytes / raw_get / _GIGA,
         ratio=None if raw_put is None or raw_get is None else (raw_put + raw_get) / (put + get),
     )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch computes in the calling thread alone: on a busy machine a second one is waited for longer than it helps."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _make_record(mib: int) -> Record:
