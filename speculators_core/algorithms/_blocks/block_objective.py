@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,14 +17,18 @@ from torch.nn import functional
 
 from speculators_core.algorithms._blocks.block_draft import BlockDraft, Blocks
 from speculators_core.algorithms._blocks.block_knobs import BlockKnobs
-from speculators_core.algorithms._blocks.chains import at_targets, by_row, counted_links, pair_targets, rounded_up
+from speculators_core.algorithms._blocks.chains import (
+    COMPAT_EPSILON,
+    at_targets,
+    by_row,
+    counted_links,
+    pair_targets,
+    rounded_up,
+)
 from speculators_core.losses.fused import UnrolledLoss, UnrolledTargets, Weigh, unrolled_loss
 from speculators_core.losses.terms import LossTerm
 from speculators_core.types import Aligned, Batch, Counted, Sample
 
-Draft = TypeVar("Draft", bound=torch.nn.Module)
-
-COMPAT_EPSILON = 1e-5
 ROUNDING = 8
 """Multiple that the number of blocks is rounded up to, see `rounded_up`."""
 
@@ -272,10 +275,3 @@ def untouched(draft: BlockDraft) -> Tensor:
 def served_blocks(knobs: BlockKnobs, documents_T: Tensor, anchors_M: Tensor, k: int, *, skip: int = 0) -> Blocks:
     """Blocks as vLLM drafts k tokens: as many slots as that takes, whatever the training's block was."""
     return Blocks(anchors_M, documents_T, k + knobs.first_slot, skip)
-
-
-def unwrapped(model: torch.nn.Module, kind: type[Draft]) -> Draft:
-    """The draft inside a data-parallel wrapper, by its own type."""
-    inner = getattr(model, "module", model)
-    assert isinstance(inner, kind)
-    return inner

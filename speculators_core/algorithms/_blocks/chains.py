@@ -15,6 +15,8 @@ from torch.nn import functional
 from speculators_core.losses.best import best_index
 from speculators_core.types import Aligned, Sample
 
+COMPAT_EPSILON = 1e-5
+"""What speculators 0.9 adds to the number of positions that it divides a loss by."""
 ROUNDING, TARGET_ROUNDING = 64, 32
 """Multiples that the numbers of drafting rows and of targets are rounded up to."""
 

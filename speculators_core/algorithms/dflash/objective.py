@@ -17,7 +17,6 @@ from speculators_core.algorithms._blocks.block_objective import (
     served_blocks,
     share_of,
     untouched,
-    unwrapped,
 )
 from speculators_core.algorithms._blocks.chains import walk_reply
 from speculators_core.algorithms.dflash.config import DFlashConfig
@@ -45,11 +44,12 @@ class DFlashObjective:
         Metrics: `loss`, `<term>_loss` where the loss has several terms, `full_acc`, `position_k_acc`, `eal`; without
         gradients, and not with `compat`, also `accept_rate`.
         """
-        draft, config = unwrapped(model, DFlashDraft), self.config
+        assert isinstance(model, DFlashDraft)
+        draft, config = model, self.config
         learned = learned_blocks(config, batch, skip=config.first_slot)
         if learned.count == 0:
             return StepResult(untouched(draft), {})
-        hidden_MSH = model(batch.input_ids, batch.position_ids, batch.aux_TAH, learned.blocks)
+        hidden_MSH = draft(batch.input_ids, batch.position_ids, batch.aux_TAH, learned.blocks)
         evaluating = not torch.is_grad_enabled() and not config.compat
         outcome = block_loss(draft, hidden_MSH.unbind(1), learned, batch, denominators, want_acceptance=evaluating)
         share = share_of(config, batch, denominators)
@@ -63,7 +63,8 @@ class DFlashObjective:
 
     def walk(self, model: nn.Module, aligned: Aligned, k: int) -> Sequence[int]:
         """Accepted drafts at each drafting point of the replies in one row, see `walk_chains`."""
-        draft, config = unwrapped(model, DFlashDraft), self.config
+        assert isinstance(model, DFlashDraft)
+        draft, config = model, self.config
 
         def states(row: Aligned, documents_T: Tensor, anchors_M: Tensor) -> Sequence[Tensor]:
             blocks = served_blocks(config, documents_T, anchors_M, k, skip=config.first_slot)

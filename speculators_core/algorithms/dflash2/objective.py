@@ -25,7 +25,6 @@ from speculators_core.algorithms._blocks.block_objective import (
     share_of,
     slot_weights,
     untouched,
-    unwrapped,
 )
 from speculators_core.algorithms._blocks.chains import walk_chains
 from speculators_core.algorithms._blocks.selector import candidate_logits, with_target
@@ -57,11 +56,12 @@ class DFlash2Objective:
         candidates `unary_candidate_recall_at_K`, `unary_candidate_target_mass_at_K`, `teacher_forced_selector_acc`
         and `unary_top_K_oracle_accepted_length`.
         """
-        draft, config = unwrapped(model, DFlash2Draft), self.config
+        assert isinstance(model, DFlash2Draft)
+        draft, config = model, self.config
         learned = learned_blocks(config, batch, skip=config.first_slot)
         if learned.count == 0:
             return StepResult(untouched(draft), {})
-        hidden_MSH = model(batch.input_ids, batch.position_ids, batch.aux_TAH, learned.blocks)
+        hidden_MSH = draft(batch.input_ids, batch.position_ids, batch.aux_TAH, learned.blocks)
         unary = block_loss(
             draft,
             hidden_MSH.unbind(1),
@@ -153,7 +153,8 @@ class DFlash2Objective:
 
         Until a rejection the token before each slot is the reply's, so the selector picks for all slots at once.
         """
-        draft, config = unwrapped(model, DFlash2Draft), self.config
+        assert isinstance(model, DFlash2Draft)
+        draft, config = model, self.config
 
         def propose(row: Aligned, documents_T: Tensor, anchors_M: Tensor) -> Sequence[Tensor]:
             blocks = served_blocks(config, documents_T, anchors_M, k, skip=config.first_slot)

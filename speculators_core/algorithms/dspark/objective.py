@@ -21,7 +21,6 @@ from speculators_core.algorithms._blocks.block_objective import (
     share_of,
     slot_weights,
     untouched,
-    unwrapped,
 )
 from speculators_core.algorithms._blocks.chains import walk_reply
 from speculators_core.algorithms.dspark.config import DSparkConfig
@@ -51,11 +50,12 @@ class DSparkObjective:
         Metrics: those of the blocks (`block_metrics`, `chance_metrics`), `loss`, `<term>_loss` where the loss has
         several terms, and of the confidence `confidence_loss`, `_abs_error`, `_pred_mean` and `_cumprod_bias`.
         """
-        draft, config = unwrapped(model, DSparkDraft), self.config
+        assert isinstance(model, DSparkDraft)
+        draft, config = model, self.config
         learned = learned_blocks(config, batch)
         if learned.count == 0:
             return StepResult(untouched(draft), {})
-        hidden_MBH = model(batch.input_ids, batch.position_ids, batch.aux_TAH, learned.blocks)
+        hidden_MBH = draft(batch.input_ids, batch.position_ids, batch.aux_TAH, learned.blocks)
         previous_MB = draft.previous_tokens(batch.input_ids, learned.blocks.anchors_M, config.block_size)
         joined, confidence_MB = draft.correct(hidden_MBH, previous_MB)
         outcome = block_loss(
@@ -98,7 +98,8 @@ class DSparkObjective:
 
         Until a rejection the token before each slot is the reply's, so the correction is known for all slots at once.
         """
-        draft, config = unwrapped(model, DSparkDraft), self.config
+        assert isinstance(model, DSparkDraft)
+        draft, config = model, self.config
         head = draft.lm_head.weight if draft.tail is None else None
 
         def states(row: Aligned, documents_T: Tensor, anchors_M: Tensor) -> Sequence[Tensor]:

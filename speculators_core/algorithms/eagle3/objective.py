@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from speculators_core.algorithms._blocks.chains import (
+    COMPAT_EPSILON,
     align_shifted,
     at_targets,
     by_row,
@@ -22,8 +23,6 @@ from speculators_core.algorithms.eagle3.model import Eagle3Draft
 from speculators_core.losses.fused import UnrolledTargets, unrolled_loss
 from speculators_core.metrics.acceptance import unrolled_metrics
 from speculators_core.types import Aligned, Batch, Counted, Sample, StepResult
-
-COMPAT_EPSILON = 1e-5
 
 
 class Eagle3Objective:
@@ -54,7 +53,8 @@ class Eagle3Objective:
         step's micro-batches gives that step's loss), `<term>_loss_k` where the loss has several terms, `full_acc_k`,
         `cond_acc_k`, and, when not `compat`, `eal` (over all positions); without gradients also `accept_rate_k`.
         """
-        draft = _unwrap(model)
+        assert isinstance(model, Eagle3Draft)
+        draft = model
         teacher = draft.teacher
         assert teacher is not None, "the model was built without its verifier"
         config, steps = self.config, self.config.ttt_steps
@@ -63,7 +63,7 @@ class Eagle3Objective:
         denominators_S = denominators.to(counted_ST.device, torch.float64)
         if config.compat:
             denominators_S = denominators_S + COMPAT_EPSILON
-        hidden_SRH = model(
+        hidden_SRH = draft(
             batch.input_ids, batch.position_ids, batch.aux_TAH, Drafting(rows_R, batch.document_ids), steps
         )
         decay_S = config.ttt_step_loss_decay ** torch.arange(steps, dtype=torch.float64, device=rows_R.device)
@@ -104,7 +104,8 @@ class Eagle3Objective:
 
     def walk(self, model: nn.Module, aligned: Aligned, k: int) -> Sequence[int]:
         """Accepted drafts at each drafting point of the replies in one row, see `walk_reply`."""
-        draft = _unwrap(model)
+        assert isinstance(model, Eagle3Draft)
+        draft = model
 
         def propose(row: Aligned, documents_T: Tensor, rows_R: Tensor) -> Sequence[Tensor]:
             hidden_SRH: list[Tensor] = draft(
@@ -140,9 +141,3 @@ class Eagle3Objective:
                 for term, value in zip(terms, sums, strict=True):
                     metrics[f"{term.name}_loss_{step}"] = Counted(value, share_S[step])
         return metrics
-
-
-def _unwrap(model: nn.Module) -> Eagle3Draft:
-    inner = getattr(model, "module", model)
-    assert isinstance(inner, Eagle3Draft)
-    return inner

@@ -58,11 +58,12 @@ class MTPObjective:
         Metrics: `loss`, `loss_k`, `full_acc_k`, `cond_acc_k`, `eal` (over all positions); without gradients also
         `accept_rate_k`. With `compat` `loss` and `loss_step_k` alone, the weighted losses of the steps.
         """
-        head = _unwrap(model)
+        assert isinstance(model, MTPHead)
+        head = model
         config, steps = self.config, self.config.num_speculative_steps
         counted_ST = self._counted(batch)
         rows_R = self._window(batch) if config.compat else rounded_up(counted_ST.any(dim=0), batch.document_ids)
-        hidden_SRH = self._states(model, head, batch, rows_R)
+        hidden_SRH = self._states(head, batch, rows_R)
         if not bool(counted_ST.any()):  # every trained parameter stays in the graph
             return StepResult(torch.stack([hidden.float().sum() for hidden in hidden_SRH]).sum() * 0.0, {})
         denominators_S = denominators.to(counted_ST.device, torch.float64).clamp_min(1e-9)
@@ -101,7 +102,8 @@ class MTPObjective:
 
     def walk(self, model: nn.Module, aligned: Aligned, k: int) -> Sequence[int]:
         """Accepted drafts at each drafting point of the replies in one row, see `walk_reply`."""
-        head = _unwrap(model)
+        assert isinstance(model, MTPHead)
+        head = model
 
         def states(row: Aligned, documents_T: Tensor, rows_R: Tensor) -> Sequence[Tensor]:
             hidden_SRH: list[Tensor] = head(
@@ -127,11 +129,11 @@ class MTPObjective:
         length = batch.input_ids.numel()
         return torch.arange(max(0, length - self.config.num_speculative_steps), device=batch.input_ids.device)
 
-    def _states(self, model: nn.Module, head: MTPHead, batch: Batch, rows_R: Tensor) -> list[Tensor]:
+    def _states(self, head: MTPHead, batch: Batch, rows_R: Tensor) -> list[Tensor]:
         steps = self.config.num_speculative_steps
         if not self.config.compat:
             drafting = Drafting(rows_R, batch.document_ids)
-            states: list[Tensor] = model(batch.input_ids, batch.position_ids, head.fed(batch.aux_TAH), drafting, steps)
+            states: list[Tensor] = head(batch.input_ids, batch.position_ids, head.fed(batch.aux_TAH), drafting, steps)
             return states
         window = rows_R.numel()
         positions = batch.position_ids[:window]
@@ -148,9 +150,3 @@ class MTPObjective:
         following_u = (targets_u + 1).clamp_max(batch.input_ids.numel() - 1)
         certain_uV = torch.zeros(targets_u.numel(), head.lm_head.weight.shape[0], device=targets_u.device)
         return certain_uV.scatter_(1, batch.input_ids[following_u][:, None], 1.0)
-
-
-def _unwrap(model: nn.Module) -> MTPHead:
-    inner = getattr(model, "module", model)
-    assert isinstance(inner, MTPHead)
-    return inner

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from speculators_core.algorithms._blocks.chains import TARGET_ROUNDING, align_shifted, walk_reply
+from speculators_core.algorithms._blocks.chains import COMPAT_EPSILON, TARGET_ROUNDING, align_shifted, walk_reply
 from speculators_core.algorithms.peagle.config import PEagleConfig
 from speculators_core.algorithms.peagle.elements import Elements, countable, draw_elements, every_depth, sizes
 from speculators_core.algorithms.peagle.model import PEagleDraft
 from speculators_core.losses.fused import UnrolledLoss, UnrolledTargets, unrolled_loss
 from speculators_core.metrics.acceptance import unrolled_metrics
 from speculators_core.types import Aligned, Batch, Counted, Sample, StepResult
-
-COMPAT_EPSILON = 1e-5
 
 
 class PEagleObjective:
@@ -48,12 +46,13 @@ class PEagleObjective:
         `cond_acc_k` the same among those right until k − 1; without gradients also `accept_rate_k`. With `compat`
         instead `position_k_acc`, elements of depth k that are right, and `full_acc` over all depths.
         """
-        draft = _unwrap(model)
+        assert isinstance(model, PEagleDraft)
+        draft = model
         teacher, config = draft.teacher, self.config
         assert teacher is not None, "the model was built without its verifier"
         length = batch.input_ids.numel()
         positions_T = torch.arange(length, device=batch.input_ids.device) if config.compat else batch.position_ids
-        hidden_SRH = model(batch.input_ids, positions_T, batch.aux_TAH, elements)
+        hidden_SRH = draft(batch.input_ids, positions_T, batch.aux_TAH, elements)
         if not any(bool(counted.any()) for counted in elements.counted):
             # every trained parameter stays in the graph, or the reduction over ranks would wait for it
             touched = [*hidden_SRH, *((draft.lm_head.weight,) if draft.lm_head.weight.requires_grad else ())]
@@ -90,7 +89,8 @@ class PEagleObjective:
 
         Serving drafts k tokens in one pass: the real row's, and those of k − 1 masked rows behind it.
         """
-        draft = _unwrap(model)
+        assert isinstance(model, PEagleDraft)
+        draft = model
 
         def propose(row: Aligned, documents_T: Tensor, rows_R: Tensor) -> Sequence[Tensor]:
             hidden_SRH: list[Tensor] = draft(
@@ -147,9 +147,3 @@ def _positions(correct_ST: Tensor, counted_ST: Tensor) -> dict[str, Counted]:
     hits, numbers = correct_ST.sum(dim=1).tolist(), counted_ST.sum(dim=1).tolist()
     found = {f"position_{depth}_acc": Counted(hits[depth], numbers[depth]) for depth in range(len(hits))}
     return {"full_acc": Counted(float(sum(hits)), float(sum(numbers))), **found}
-
-
-def _unwrap(model: nn.Module) -> PEagleDraft:
-    inner = getattr(model, "module", model)
-    assert isinstance(inner, PEagleDraft)
-    return inner

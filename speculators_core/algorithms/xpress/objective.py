@@ -21,7 +21,6 @@ from speculators_core.algorithms._blocks.block_objective import (
     slot_weights,
     teacher_of,
     untouched,
-    unwrapped,
 )
 from speculators_core.algorithms._blocks.chains import walk_chains
 from speculators_core.algorithms.xpress.config import XPressConfig
@@ -55,11 +54,12 @@ class XPressObjective:
         the first, `accept_rate`, `base_accept_rate`, `accuracy` against the text (against the verifier's best token
         where the vocabulary is reduced), and, when not `compat`, those of `block_metrics` of the first.
         """
-        draft, config = unwrapped(model, XPressDraft), self.config
+        assert isinstance(model, XPressDraft)
+        draft, config = model, self.config
         learned = learned_blocks(config, batch)
         if learned.count == 0:
             return StepResult(untouched(draft), {})
-        hidden_MBH = model(batch.input_ids, batch.position_ids, batch.aux_TAH, learned.blocks)
+        hidden_MBH = draft(batch.input_ids, batch.position_ids, batch.aux_TAH, learned.blocks)
         biases = self._biases(draft, hidden_MBH, batch, learned)
         outcome = self._loss(draft, hidden_MBH, biases, learned, batch, denominators)
         share = share_of(config, batch, denominators)
@@ -182,7 +182,8 @@ class XPressObjective:
         A block is refined in `num_jacobi_passes` rounds from its own tokens, as it would be served; at most k of the
         tokens that it then holds are proposed.
         """
-        draft, config = unwrapped(model, XPressDraft), self.config
+        assert isinstance(model, XPressDraft)
+        draft, config = model, self.config
 
         def propose(row: Aligned, documents_T: Tensor, anchors_M: Tensor) -> Sequence[Tensor]:
             blocks = Blocks(anchors_M, documents_T, config.block_size)
