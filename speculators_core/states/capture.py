@@ -92,10 +92,19 @@ def require_disk(path: Path, num_bytes: int, *, lower: str = "take fewer rows (d
 
 def free_bytes(path: Path) -> int:
     """Free space where a path lies, or will."""
-    existing = path.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(_existing(path)).free
+
+
+def same_disk(one: Path, other: Path) -> bool:
+    """Whether what goes from one place makes room in the other."""
+    return _existing(one).stat().st_dev == _existing(other).stat().st_dev
+
+
+def _existing(path: Path) -> Path:
+    found = path.absolute()
+    while not found.exists():
+        found = found.parent
+    return found
 
 
 def records_config(config: CaptureConfig, workspace: Path) -> dict[str, Any]:

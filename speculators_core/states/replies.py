@@ -44,6 +44,7 @@ from speculators_core.states.capture import (
     plan_capture,
     records_config,
     require_disk,
+    same_disk,
 )
 from speculators_core.states.collect import Row, Rows, content_of, each, ids_of
 from speculators_core.states.config import CaptureConfig
@@ -165,7 +166,8 @@ def capture_answers(
         as `capture_rows`.
     """
     if (records / REPLIES).is_file() and config.source == "engine":
-        handles, there = match_handles(rows, read_regenerated(records / REPLIES)), _lying(records, config)
+        handles = match_handles(rows, read_regenerated(records / REPLIES))
+        there = _lying(records, config) if same_disk(records, workspace) else {}
         try:
             return store_handles(
                 rows,
@@ -214,7 +216,7 @@ def _room(
     template: ChatTemplate,
     per_token: int,
 ) -> float:
-    """`most_bytes`, or less: what the states of replies may take on this disk.
+    """What the states of further replies may take: the rest of `most_bytes`, or less where the disk has less.
 
     How long replies will be nobody knows; what the prompts alone need is certain.
 
@@ -223,8 +225,9 @@ def _room(
     """
     some = conversations[:: max(1, len(conversations) // _PROMPTS)]
     tokens = sum(map(len, opening_prompts(some, template))) * len(conversations) // max(1, len(some))
-    require_disk(records, int(min(most_bytes, tokens * per_token)) - sum(_lying(records, config).values()))
-    return min(most_bytes, free_bytes(records) - RESERVE_BYTES)
+    there = sum(_lying(records, config).values())
+    require_disk(records, int(min(most_bytes, tokens * per_token)) - there)
+    return min(most_bytes - there, free_bytes(records) - RESERVE_BYTES)
 
 
 def _lying(records: Path, config: CaptureConfig) -> dict[str, int]:

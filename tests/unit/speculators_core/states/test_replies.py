@@ -24,6 +24,7 @@ from speculators_core.states.replies import (
     REPLIES,
     RecordsGone,
     WithoutLastToken,
+    _room,
     _within,
     capture_answers,
     publish_replies,
@@ -117,6 +118,9 @@ def test_records_beyond_the_quota_are_removed_as_they_come(
         look(turn)
     left = {path.stem for path in (records / RECORDS_NAME).glob("*.safetensors")}
     assert left == {"r0", "r1", "r2", "r3"}, "5 + 9 + 30 + 4 tokens"
+    there = sum(path.stat().st_size for path in (records / RECORDS_NAME).iterdir())
+    rest = _room(1e6, records, CaptureConfig(), [], SimpleNamespace(), 1)  # type: ignore[arg-type]
+    assert rest == 1e6 - there, "what a run that was cut off has left counts"
 
 
 def test_records_that_become_a_set_do_not_need_their_room_twice(
