@@ -24,6 +24,7 @@ from pydantic import Field
 from speculators_core.errors import ConfigError
 from speculators_core.lifecycle.plan import leaves
 from speculators_core.types import StrictModel
+from tasks.adapters.redaction import redact
 from tasks.site import Pool, Site
 
 LOOK_NOW = "draftsmith: look now"
@@ -182,5 +183,5 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
+    text = redact(json.dumps(value, default=str))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -10,6 +10,7 @@ from prefect.exceptions import ParameterTypeError
 
 from flows.watch import watch
 from speculators_core.errors import ConfigError
+from tasks.deploying import compared
 from tasks.site import read_site
 
 
@@ -35,3 +36,9 @@ def test_an_address_of_counters_holds_no_secret(tmp_path: Path, address: str) ->
         watch.validate_parameters({"recipes": ["x"], "metrics": {"chat": address}})
     site.write_text(site.read_text().replace(address, "CHAT_METRICS"))
     assert read_site(site).watch.metrics == {"chat": "CHAT_METRICS"}
+
+
+def test_what_deploy_tells_of_an_older_deployment_holds_no_secret() -> None:
+    before, after = ({"metrics": {"chat": where}} for where in ("http://me:hunter2@gpu/metrics", "CHAT_METRICS"))
+    found = compared("deployment", "watch/draftsmith", before, after)
+    assert found.fields == ('metrics.chat: "http://[redacted]@gpu/metrics" → "CHAT_METRICS"',)
