@@ -265,14 +265,9 @@ def validate(model: type[Model], content: Mapping[str, Any], *, where: str) -> M
     try:
         made = model.model_validate(content)
     except ValidationError as error:
-        places = [problem["loc"] for problem in error.errors()]
-        lines = [
-            describe(model, problem)
-            for problem in error.errors()
-            if not any(
-                place[: len(problem["loc"])] == problem["loc"] != place for place in places
-            )  # what is below says it
-        ]
+        problems = error.errors()
+        above = {problem["loc"][:end] for problem in problems for end in range(len(problem["loc"]))}
+        lines = [describe(model, problem) for problem in problems if problem["loc"] not in above]
         raise ConfigError(f"{where}: " + "; ".join(lines)) from None
     if absurd := [describe(model, problem) for problem in _absurd_numbers(made)]:
         raise ConfigError(f"{where}: " + "; ".join(absurd))
