@@ -300,8 +300,8 @@ def test_the_proposer_proposes_what_the_engine_computes(verifier: Path, knobs: d
     [
         ({"speculative_tokens": 5, "num_depths": 4}, ["speculative_tokens", "num_depths", "raise num_depths"]),
         ({"sliding_window": 3, "num_depths": 4}, ["sliding_window", "num_depths", "widen"]),
-        ({"ttt_steps": 3}, ["ttt_steps", "not a key"]),
-        ({"norm_output": True}, ["norm_output", "not a key"]),
+        ({"ttt_steps": 3}, ["ttt_steps", "no key"]),
+        ({"norm_output": True}, ["norm_output", "no key"]),
         ({"down_sample_ratio": 1.5}, ["down_sample_ratio"]),
         ({"num_depths": 0}, ["num_depths"]),
         ({"loss": "kl_dif"}, ["`loss`", "kl_div"]),
