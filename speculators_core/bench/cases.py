@@ -27,9 +27,6 @@ class Case(StrictModel):
         "engine", description="what measures it: the reference loop where an engine on a CPU cannot serve it"
     )
     whole_vocabulary: bool = Field(False, description="it proposes from all of the verifier's tokens")
-    additions: tuple[str, ...] = Field(
-        (), description="trained tensors that only ours has; fresh, they change nothing of the peer's"
-    )
 
 
 _BLOCKS: dict[str, Json] = {"layers": 1, "block_size": 8, "max_anchors": 512, "mask_token_id": 0}
@@ -63,7 +60,6 @@ CASES = (
         ours={"kind": "dflash", **_BLOCKS},
         peer=f"--speculator-type dflash {_PEER_BLOCKS} --loss-fn ce --per-position-loss-weight dpace",
         k=7,
-        additions=("mask_embedding",),
     ),
     Case(
         name="dspark",
@@ -79,7 +75,6 @@ CASES = (
         k=7,
         by="reference",
         whole_vocabulary=True,
-        additions=("mask_embedding",),
     ),
     Case(
         name="xpress",

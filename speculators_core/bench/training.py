@@ -128,9 +128,7 @@ class Pair:
 
     def side(self, side: str, runs: Sequence[Measured]) -> Side:
         """A side's figures over its runs, and our validation of the weights that its last run ended with."""
-        weights = self.workspace / f"{side}-weights" / "model.safetensors"
-        own = case(self.settings.case).additions if side == "peer" else ()
-        return _side(runs, self.request, self.rows, weights, own)
+        return _side(runs, self.request, self.rows, self.workspace / f"{side}-weights")
 
     def draft(self, side: str) -> Path:
         """The trained draft as a directory that vLLM serves: the peer's as it saved it, ours as we export it."""
@@ -204,17 +202,16 @@ def _export_ours(request: TrainRequest, weights: Path, target: Path) -> Path:
     return write_draft(target, algorithm.export(settings, model, request.verifier), ModelCard(title="bench"))
 
 
-def _side(runs: Sequence[Measured], request: TrainRequest, rows: PackedRows, weights: Path, own: Sequence[str]) -> Side:
-    import safetensors.torch
+def _side(runs: Sequence[Measured], request: TrainRequest, rows: PackedRows, weights: Path) -> Side:
     import torch
 
     from speculators_core.training.distributed import World
     from speculators_core.training.validation import Validator
-    from speculators_core.training.weights import load_trainable_parameters
+    from speculators_core.training.weights import start_from
 
     torch.set_num_threads(request.training.threads or 1)
     model, _ = build_model(request)
-    load_trainable_parameters(model, safetensors.torch.load_file(weights), own=own)
+    start_from(model, weights, additions=algorithm_of(request.algorithm)[0].additions)
     world = World(0, 1, torch.device("cpu"))
     held_out = rows_of(request, "validation")
     validator = Validator(held_out, rows.objective, request.training.validation, world)

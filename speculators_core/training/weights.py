@@ -80,7 +80,7 @@ def start_from(
     same_tokens = mine is theirs if mine is None or theirs is None else torch.equal(mine.cpu(), theirs)
     added = {n for n, _ in model.named_parameters() if n not in tensors and n.startswith(tuple(additions))}
     tables = {n for n, over_drafts in vocabulary_tables(model).items() if not head or (over_drafts and not same_tokens)}
-    count = load_trainable_parameters(model, tensors, own=added | tables)
+    count = _load_trainable(model, tensors, own=added | tables)
     log.info("warm start from=%s parameters=%d fresh=%s", source, count, ",".join(sorted(added)) or "none")
 
 
@@ -100,7 +100,7 @@ def vocabulary_tables(model: nn.Module) -> dict[str, bool]:
 
 
 @torch.no_grad()
-def load_trainable_parameters(
+def _load_trainable(
     model: nn.Module, tensors: Mapping[str, Tensor], *, own: Collection[str] = frozenset()
 ) -> int:
     """Copy every trainable parameter of `model` but its `own` from `tensors`; all else in `tensors` is left alone.
