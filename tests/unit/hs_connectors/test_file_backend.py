@@ -161,3 +161,12 @@ def test_a_full_disk_publishes_an_error_in_place_of_the_record(small_disk: Path)
     with pytest.raises(CaptureFailed):
         reader.get(Handle("file", "key"), 1)
     assert not list(small_disk.glob(".*"))
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_a_payload_of_many_stretches_is_whole(tmp_path: Path, fsync: bool) -> None:
+    """Pieces that begin and end anywhere between two hints to the disk."""
+    backend = FileBackend({"root": str(tmp_path), "fsync": fsync})
+    parts = [bytes([number]) * length for number, length in enumerate((5, 3 << 20, 1, (2 << 20) - 6, 4 << 20, 77))]
+    backend.publish("key", *parts)
+    assert bytes(backend.fetch("key", 1)) == b"".join(parts)
