@@ -110,6 +110,14 @@ def test_the_same_draft_comes_out_over_every_backend_and_nothing_stays_in_the_st
     assert list(open_backend(name, store.config).entries()) == []
 
 
+def test_a_draft_learns_as_much_from_fp8(ask: Callable[..., TrainRequest], stream: Any) -> None:
+    """Where training is steady: at high rates a last bit may send it elsewhere, whatever the codec."""
+    gently = {"epochs": 2, "optimizer": {"learning_rate": 3e-4}}
+    expected = train(ask("plain", training=gently)).validation["loss"]
+    found = train(stream("fp8", codec="fp8", training=gently)).validation["loss"]
+    assert found != expected and found == pytest.approx(expected, rel=0.005)
+
+
 def test_a_row_that_never_comes_ends_every_rank_with_the_cause(stream: Any, tmp_path: Path) -> None:
     wanted = iter(range(1000))
 
