@@ -14,6 +14,7 @@ from speculators_core import registry
 from speculators_core.engine.client import EngineClient
 from speculators_core.engine.runtime import Runtime
 from speculators_core.errors import EvaluationError, FormatError
+from speculators_core.formats.directory import MASK_EMBEDDING
 from speculators_core.types import Json
 
 SPECULATION = "draftsmith-speculation.json"
@@ -48,10 +49,10 @@ def speculation(served: Path, k: int | None) -> dict[str, Json] | None:
 
 
 def draft_digest(draft_dir: Path) -> str:
-    """sha256 over the draft's config.json and weights, wherever the directory lies."""
+    """sha256 over what an engine reads of a draft, wherever the directory lies."""
     _read_config(draft_dir)
     digest = hashlib.sha256()
-    for path in sorted([draft_dir / "config.json", *draft_dir.glob("*.safetensors")]):
+    for path in sorted([draft_dir / "config.json", *draft_dir.glob("*.safetensors"), *draft_dir.glob(MASK_EMBEDDING)]):
         with path.open("rb") as file:
             digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()

@@ -96,7 +96,10 @@ def vocabulary_logits(model: FeatureDraft | BlockDraft, hidden_KH: Tensor, bias_
     Args:
         bias_KD: what a head on top adds, in the draft's own vocabulary.
     """
-    logits_KD = hidden_KH @ model.lm_head.weight.to(hidden_KH.dtype).T
+    head_DH = model.lm_head.weight
+    if not torch.is_autocast_enabled(hidden_KH.device.type):  # which would round what was just widened
+        head_DH = head_DH.to(hidden_KH.dtype)
+    logits_KD = hidden_KH @ head_DH.T
     if bias_KD is not None:
         logits_KD = logits_KD + bias_KD
     logits_KD = logits_KD * model.draft_logit_scale

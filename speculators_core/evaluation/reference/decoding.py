@@ -79,6 +79,8 @@ class Dice:
 
     def draw(self, distribution_V: Tensor) -> int:
         """A token."""
+        if self._temperature == 0:
+            return int(distribution_V.argmax())  # a draw would make a random number for each token
         return int(torch.multinomial(distribution_V, 1, generator=self._generator))
 
     def accepts(self, p: float, q: float) -> bool:

@@ -55,13 +55,17 @@ def test_a_draft_of_another_name_is_served_with_this_verifier_and_its_own_weight
     assert (draft / "config.json").read_text() == before
 
 
-def test_drafted_tokens_and_digest(draft, tmp_path):
+@pytest.mark.parametrize("changed", ["config.json", "model.safetensors", "mask_embedding.pt"])
+def test_the_digest_is_of_what_an_engine_reads(draft, tmp_path, changed):
     assert drafted_tokens(draft) == 3
+    (draft / "mask_embedding.pt").write_bytes(b"a row")
     digest = draft_digest(draft)
-    draft.rename(tmp_path / "elsewhere")
-    assert draft_digest(tmp_path / "elsewhere") == digest
-    (tmp_path / "elsewhere" / "model.safetensors").write_bytes(b"other weights")
-    assert draft_digest(tmp_path / "elsewhere") != digest
+    moved = draft.rename(tmp_path / "elsewhere")
+    assert draft_digest(moved) == digest
+    (moved / "README.md").write_text("a card")
+    assert draft_digest(moved) == digest
+    (moved / changed).write_bytes((moved / changed).read_bytes() + b" ")
+    assert draft_digest(moved) != digest
 
 
 def test_what_is_no_draft_is_refused(tmp_path):
