@@ -10,9 +10,11 @@ import difflib
 import hashlib
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from speculators_core import registry
 from speculators_core.data.config import DataConfig
 from speculators_core.engine.runtime import Runtime
-from speculators_core.errors import ConfigError
+from speculators_core.errors import ConfigError, cause_of
 from speculators_core.evaluation.config import EvaluationConfig
 from speculators_core.lifecycle.budget import BudgetConfig
 from speculators_core.lifecycle.changes import LifecycleConfig
@@ -195,13 +197,13 @@ def parse_yaml(text: str, *, where: str) -> Any:
 
     Raises:
         ConfigError: not YAML, a key given twice, endless nesting or anchors, a number that is not finite or does not
-            fit 64 bits, a null character.
+            fit 64 bits, a null character or half of a surrogate pair.
     """
     try:
         content = yaml.load(text, _Loader)
     except RecursionError:
         raise ConfigError(f"{where} is not valid YAML: it is nested too deeply", mend="write it out plainly") from None
-    except (yaml.YAMLError, ValueError, AttributeError) as error:  # PyYAML lets those of wrong dates and tags through
+    except Exception as error:  # PyYAML lets through whatever its scanner and its constructors run into
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f"line {mark.line + 1}: "
         told = " ".join(str(getattr(error, "problem", None) or error).split())
@@ -215,7 +217,19 @@ def parse_yaml(text: str, *, where: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader to which a key that is given twice is an error: YAML says so, PyYAML keeps the last one."""
+    """A SafeLoader to which a key that is given twice is an error: YAML says so, PyYAML keeps the last one.
+
+    A value that is none of its type has a line, too.
+    """
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception as error:
+            told = f"{str(node.value)[:60]!r} is no {node.tag.rpartition(':')[2]}: {cause_of(error)}"
+            raise yaml.constructor.ConstructorError(None, None, told, node.start_mark) from error
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -247,10 +261,12 @@ def _check_plain(content: Any, where: str) -> None:
             )
         elif isinstance(value, int) and abs(value) >= 2**63:
             raise ConfigError(
-                f"{where} holds a number that does not fit 64 bits: {value:.3e}", mend="write a smaller one"
+                f"{where} holds a number that does not fit 64 bits: {Decimal(value):.3e}", mend="write a smaller one"
             )
-        elif isinstance(value, str) and "\0" in value:
-            raise ConfigError(f"{where} holds a null character in {_shortened(value)!r}", mend="delete it")
+        elif isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+            raise ConfigError(
+                f"{where} holds a null character or half of a surrogate pair in {_shortened(value)!a}", mend="delete it"
+            )
 
 
 def _shortened(text: str) -> str:
