@@ -160,15 +160,23 @@ def find_set(place: str) -> StateSet | None:
 
 
 def open_store(place: str) -> Backend:
-    """The store at that address."""
+    """The store at that address; ConfigError for a file, and for a directory with nothing of ours in it."""
     from hs_connectors.registry import locate, open_backend
 
     name, config = locate(place)
     store = open_backend(name, config)
-    if name == "file" and not Path(config["root"]).is_dir():
-        raise ConfigError(
-            f"there is no directory {config['root']}", mend="`draftsmith status RECIPE` says where its set lies"
-        )
+    if name == "file":
+        root = Path(config["root"])
+        mend = "`draftsmith status RECIPE` says where its set lies"
+        if root.is_file():
+            raise ConfigError(f"{root} is a file; a set or a store is a directory", mend=mend)
+        if not root.is_dir():
+            raise ConfigError(f"there is no directory {root}", mend=mend)
+        held = any(not path.name.startswith(".") for path in root.iterdir())  # dotted: what killed writers left
+        if held and store.announcement() is None and next(iter(store.entries()), None) is None:
+            raise ConfigError(
+                f"{root} is neither a set nor a store: it holds no index, record, marker or announcement", mend=mend
+            )
     return store
 
 

@@ -173,6 +173,25 @@ def test_a_place_that_is_none_is_named(place: str, words: str) -> None:
         run("ls", place)
 
 
+def test_a_directory_with_nothing_of_ours_is_no_empty_store(tmp_path: Path, store: Path) -> None:
+    folder, empty = tmp_path / "photos", tmp_path / "empty"
+    folder.mkdir()
+    empty.mkdir()
+    (folder / "holiday.jpg").write_bytes(b"x")
+    for command in ("ls", "inspect", "verify", "gc"):
+        with pytest.raises(ConfigError, match="neither a set nor a store"):
+            run(command, folder)
+        with pytest.raises(ConfigError, match="is a file"):
+            run(command, folder / "holiday.jpg")
+        assert run(command, empty)[1] == 0
+    (empty / f".row-1.safetensors.{'a' * 16}.part").write_bytes(b"x")
+    assert run("gc", empty) == ([], 0), "what a killed writer left is ours"
+    for path in store.iterdir():
+        if path.name != "engine.json":
+            path.unlink()
+    assert run("ls", store) == ([], 0), "an engine announced itself, and has written nothing"
+
+
 def test_times() -> None:
     assert [as_seconds(text) for text in ("90", "90s", "15m", "1h", "7d", "0s")] == [90, 90, 900, 3600, 604800, 0]
     for wrong in ("", "h", "-1s", "soon", "inf", "nan"):
