@@ -33,7 +33,8 @@ def keys(
         owners.setdefault(key.model_copy(update={"algorithm": None}), []).append(key.algorithm or "")
     for key, kinds in owners.items():
         owned = f"; a knob of {', '.join(kinds)}" if any(kinds) else ""
-        default = "must be given" if key.default is None else f"default {key.default}"
+        where = f" where {key.within} is" if key.within else ""
+        default = f"must be given{where}" if key.default is None else f"default {key.default}"
         print(f"{key.name}   {key.type}; {default}{owned}")
         print(textwrap.indent(textwrap.fill(key.meaning, shutil.get_terminal_size().columns - 8), "    "))
 

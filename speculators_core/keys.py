@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from speculators_core import registry
@@ -19,6 +19,15 @@ from speculators_core.types import StrictModel
 
 ALGORITHM = "algorithm"
 """The one section whose keys depend on a value: on its `kind`."""
+READ_BY = {
+    "preflight": ("verifier", "runtime", "algorithm", "draft_vocabulary"),
+    "prepare": ("verifier", "data"),
+    "train": ("training", "hidden_states", "algorithm"),
+    "evaluate": ("evaluation", "gate", "runtime"),
+    "register": ("deployment",),
+    "promote": ("deployment", "gate"),
+}
+"""What the stages read above all that have no section of their name."""
 
 
 class Key(StrictModel):
@@ -29,6 +38,7 @@ class Key(StrictModel):
     default: str | None = Field(description="as YAML; None where the key must be given")
     meaning: str = Field(description="what it is for")
     algorithm: str | None = Field(None, description="the `kind` that owns it, for a knob of an algorithm")
+    within: str | None = Field(None, description="the section, which may be left out, that it must be given in")
 
 
 def describe_keys(under: str | None = None) -> list[Key]:
@@ -42,6 +52,11 @@ def describe_keys(under: str | None = None) -> list[Key]:
         return keys
     found = [key for key in keys if key.name == under or key.name.startswith(f"{under}.")]
     if not found:
+        if under in READ_BY:
+            raise ConfigError(
+                f"{under!r} is a stage, and no section of a recipe",
+                mend=f"it reads {', '.join(READ_BY[under])}: name one of these",
+            )
         sections = {key.name.rpartition(".")[0] for key in keys} | {key.name for key in keys}
         near = difflib.get_close_matches(under, sections, n=3)
         raise ConfigError(
@@ -51,13 +66,15 @@ def describe_keys(under: str | None = None) -> list[Key]:
     return found
 
 
-def _keys_of(model: type[BaseModel], prefix: str) -> Iterator[Key]:
+def _keys_of(model: type[BaseModel], prefix: str, within: str | None = None) -> Iterator[Key]:
     for name, field in model.model_fields.items():
         section = as_model(field.annotation)
         if section is None:
-            yield _key(f"{prefix}{name}", field)
+            key = _key(f"{prefix}{name}", field)
+            yield key.model_copy(update={"within": within}) if field.is_required() else key
         else:
-            yield from _keys_of(section, f"{prefix}{name}.")
+            may_lack = None if field.is_required() else f"{prefix}{name}"
+            yield from _keys_of(section, f"{prefix}{name}.", may_lack or within)
 
 
 def _knobs() -> Iterator[Key]:
@@ -74,9 +91,8 @@ def _key(name: str, field: FieldInfo) -> Key:
 
 def _yaml(value: Any) -> str:
     """A default as it would stand in a recipe: JSON is YAML."""
-    if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json", exclude_defaults=True)
-    return json.dumps(value, default=list, ensure_ascii=False)
+    plain = TypeAdapter(Any).dump_python(value, mode="json", exclude_defaults=True)
+    return json.dumps(plain, ensure_ascii=False)
 
 
 def _type(field: FieldInfo) -> str:
