@@ -38,6 +38,7 @@ from speculators_core.types import MOST_TOKENS, StrictModel, may_hold_secret
 NAME = r"^[a-z0-9][a-z0-9-]*$"
 DEFAULT_RUNTIME = Runtime(python=".venv-vllm/bin/python")
 """Where `make setup` puts vLLM, seen from the project's root."""
+_MOST_NEAR = 12  # files that a message names
 _MAX_NAME = 128  # it becomes part of file names
 _MOST = 2**31 - 1  # of a number without a bound of its own: what engines, torch and clocks still take
 _MAX_VALUES = 100_000  # a recipe has dozens; anchors can be nested so that a few lines stand for billions
@@ -151,8 +152,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         ConfigError: not a file, not YAML, an unknown key, a wrong type or value.
     """
     if not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        raise ConfigError(f"no recipe at {path}", mend=f"recipes there: {', '.join(near)}" if near else None)
+        raise _no_recipe(path)
     content = read_yaml(path)
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must be a mapping with the sections of a recipe")
@@ -164,6 +164,22 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.what}", mend=error.mend) from None
     return recipe
+
+
+def _no_recipe(path: Path) -> ConfigError:
+    """What lies at the path instead, and which files may have been meant."""
+    if path.is_dir():
+        near = [file.relative_to(path) for pattern in ("*.yaml", "*/*.yaml") for file in sorted(path.glob(pattern))]
+        told = ", ".join(map(str, near[:_MOST_NEAR]))
+        return ConfigError(f"{path} is a directory, no recipe", mend=f"files there: {told}" if near else None)
+    if path.suffix not in (".yaml", ".yml") and path.name == str(path):
+        return ConfigError(
+            f"no recipe at {path}",
+            mend=f"name a recipe's file; `draftsmith history {path}` takes the name of a registered model",
+        )
+    names = sorted(file.name for file in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+    near_names = difflib.get_close_matches(path.name, names, n=_MOST_NEAR, cutoff=0.0)
+    return ConfigError(f"no recipe at {path}", mend=f"files there: {', '.join(near_names)}" if names else None)
 
 
 def apply_override(content: dict[str, Any], override: str) -> None:

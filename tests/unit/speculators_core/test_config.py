@@ -121,6 +121,10 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
         load_recipe(tmp_path / "nothing.yaml")
     with pytest.raises(ConfigError, match=r"demo\.yaml"):  # what is there is listed
         load_recipe(DEMO.parent / "dmo.yaml")
+    with pytest.raises(ConfigError, match=r"is a directory, no recipe\n.*site\.yaml, recipes/demo\.yaml"):
+        load_recipe(DEMO.parents[1])
+    with pytest.raises(ConfigError, match=r"no recipe at support-bot\n.*history support-bot"):
+        load_recipe(Path("support-bot"))
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ConfigError, match="mapping"):
         load_recipe(tmp_path / "list.yaml")
