@@ -19,6 +19,7 @@ from speculators_core.lifecycle.promotion import (
     audit_log,
     forced_by,
     settle,
+    to_undo,
 )
 from speculators_core.lifecycle.promotion import promote as move_champion
 from speculators_core.lifecycle.promotion import rollback as move_back
@@ -180,7 +181,7 @@ def rollback_model(
     moved = move_back(
         aliases,
         model,
-        expected=version or aliases.get_alias(model, CHAMPION),
+        expected=version or to_undo(aliases, model, settings().home),
         who=who or actor(),
         why=why or "by hand",
         home=settings().home,

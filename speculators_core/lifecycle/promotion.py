@@ -45,6 +45,7 @@ __all__ = [
     "rollback",
     "served_by",
     "settle",
+    "to_undo",
 ]
 
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
@@ -209,9 +210,11 @@ def rollback(
 ) -> Promotion:
     """Undo the last move of `champion`, if it still is `expected`: ours, or one by other hands.
 
-    `previous` is used up, so that two rollbacks never bring back the version that disappointed.
+    `previous` is used up, so that two rollbacks never bring back the version that disappointed. Running it again after
+    a kill finishes that rollback, and makes no second one.
 
     Args:
+        expected: the version that disappointed; `to_undo`, where that is whichever serves.
         check: called with the version to bring back and its tags before anything moves; raises to prevent it.
 
     Raises: RegistryError when the champion has changed, there is nothing to roll back to, or that version is gone.
@@ -239,6 +242,15 @@ def rollback(
         entry = _entry(model, "rollback", champion, target, who, why)
         _move(registry, home, entry)
         return _promotion(entry)
+
+
+def to_undo(registry: AliasRegistry, model: str, home: Path) -> str | None:
+    """The champion that a rollback asked for now takes back: of one that was cut off, the one that it was to."""
+    champion, entries = registry.get_alias(model, CHAMPION), audit_log(home, model)
+    last = entries[-1] if entries else None
+    if last is not None and (last.action, last.state, last.to_version) == ("rollback", "intended", champion):
+        return last.from_version
+    return champion
 
 
 def settle(

@@ -25,6 +25,7 @@ from speculators_core.lifecycle.promotion import (
     promote,
     rollback,
     settle,
+    to_undo,
 )
 from speculators_core.locks import named_lock
 
@@ -194,6 +195,40 @@ def test_a_rollback_killed_at_any_write_ends_right_when_run_again(registry, tmp_
         assert (done.version, done.displaced) == ("1", "2")
     assert registry.aliases == {("chat", CHAMPION): "1"}
     assert audit_log(tmp_path, "chat")[-1].state == "done"
+
+
+@pytest.mark.parametrize("lives", range(2))
+def test_a_rollback_run_again_after_a_kill_is_one_rollback_by_what_the_alias_says_then(registry, tmp_path, lives):
+    move(registry, "1", None, tmp_path)
+    move(registry, "2", "1", tmp_path)
+    registry.lives = lives
+    with pytest.raises(KeyboardInterrupt):
+        rollback(registry, "chat", expected="2", who="t", why="w", home=tmp_path)
+    registry.lives = 100
+    assert registry.get_alias("chat", CHAMPION) == "21"[lives]
+    expected = to_undo(registry, "chat", tmp_path)
+    done = rollback(registry, "chat", expected=expected, who="t", why="w", home=tmp_path)
+    assert (done.version, done.displaced) == ("1", "2")
+    assert registry.aliases == {("chat", CHAMPION): "1"}
+
+
+def test_a_rollback_of_a_move_by_hand_killed_and_run_again_is_one_rollback(registry, tmp_path, monkeypatch):
+    registry.versions["unproven"] = {}
+    move(registry, "1", None, tmp_path)
+    move(registry, "2", "1", tmp_path)
+    registry.set_alias("chat", CHAMPION, "unproven")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(promotion, "_complete", killed)
+    with pytest.raises(KeyboardInterrupt):
+        rollback(registry, "chat", expected="unproven", who="t", why="w", home=tmp_path)
+    monkeypatch.undo()
+    assert to_undo(registry, "chat", tmp_path) == "unproven"
+    assert rollback(registry, "chat", expected="unproven", who="t", why="w", home=tmp_path).version == "2"
+    assert registry.aliases == {("chat", CHAMPION): "2", ("chat", PREVIOUS): "1"}
+    assert to_undo(registry, "chat", tmp_path) == "2", "the next one is another"
 
 
 def test_whoever_comes_next_finishes_what_was_cut_off(registry, tmp_path):
