@@ -120,6 +120,16 @@ class Recipe(StrictModel):
             raise ValueError("draft_vocabulary_from needs draft_vocabulary: say how many tokens it names")
         return self
 
+    @model_validator(mode="after")
+    def _enough_is_evaluated(self) -> Recipe:
+        evaluated, needed = self.evaluation.max_prompts, self.gate.min_prompts
+        if evaluated < needed:
+            raise ValueError(
+                f"evaluation.max_prompts is {evaluated}, but gate.min_prompts asks for {needed}: no draft could pass; "
+                "raise the one or lower the other"
+            )
+        return self
+
     @field_validator("algorithm")
     @classmethod
     def _known_algorithm(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +165,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise _no_recipe(path)
     content = read_yaml(path)
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must be a mapping with the sections of a recipe")
+        required = [name for name, field in Recipe.model_fields.items() if field.is_required()]
+        raise ConfigError(
+            f"{path} must be a mapping with the sections of a recipe",
+            mend=f"give it {', '.join(required)}; `draftsmith keys` explains them",
+        )
     for override in overrides:
         apply_override(content, override)
     recipe = validate(Recipe, content, where=str(path))
@@ -186,7 +200,10 @@ def apply_override(content: dict[str, Any], override: str) -> None:
     """Set one dotted key in place; the value is parsed as YAML."""
     key, separator, text = override.partition("=")
     if not separator or not key:
-        raise ConfigError(f"--set {override!r} is not of the form section.key=value")
+        raise ConfigError(
+            f"--set {override!r} is not of the form section.key=value",
+            mend=f"write --set {key or 'section.key'}=VALUE",
+        )
     *parents, last = key.split(".")
     node = content
     for parent in parents:
@@ -299,8 +316,10 @@ def validate(model: type[Model], content: Mapping[str, Any], *, where: str) -> M
     except ValidationError as error:
         problems = error.errors()
         above = {problem["loc"][:end] for problem in problems for end in range(len(problem["loc"]))}
-        lines = [describe(model, problem) for problem in problems if problem["loc"] not in above]
-        raise ConfigError(f"{where}: " + "; ".join(lines)) from None
+        problems = [problem for problem in problems if problem["loc"] not in above]
+        lines = [describe(model, problem) for problem in problems]
+        mends = [mend for problem in problems if (mend := _mend(model, problem))]
+        raise ConfigError(f"{where}: " + "; ".join(lines), mend="; ".join(mends) or None) from None
     if absurd := [describe(model, problem) for problem in _absurd_numbers(made)]:
         raise ConfigError(f"{where}: " + "; ".join(absurd))
     return made
@@ -339,6 +358,34 @@ def describe(model: type[BaseModel], problem: Any) -> str:
     near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
     known = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(names)}"
     return f"`{dotted}` is no key that is known here; {known}"
+
+
+def _mend(model: type[BaseModel], problem: Any) -> str | None:
+    """What to write for a key that is missing, or whose value is of another form."""
+    if problem["type"] not in ("missing", "dict_type", "model_type", "tuple_type"):
+        return None
+    location = _without_types(model, problem["loc"])
+    parent = section_of(model, [part for part in location[:-1] if isinstance(part, str)])
+    field = parent.model_fields.get(str(location[-1])) if parent and location else None
+    if field is None:
+        return None
+    given = problem["input"]
+    value = str(given) if isinstance(given, str | int | float) else "…"
+    form = f"{{kind: {value}}}" if location == ["algorithm"] else _in_form(field.annotation, value)
+    return f"write `{location[-1]}: {form}`"
+
+
+def _in_form(annotation: Any, value: str) -> str:
+    """A value as a key wants it: as it is, the entry of a list, or under the key of a section that takes it."""
+    if any(typing.get_origin(option) is tuple for option in _options(annotation)):
+        return f"[{value}]"
+    section = as_model(annotation)
+    if section is None:
+        return f"{{KEY: {value}}}" if typing.get_origin(annotation) is dict else value
+    for name, field in section.model_fields.items():
+        if field.is_required() or value in typing.get_args(field.annotation):
+            return f"{{{name}: {_in_form(field.annotation, value)}}}"
+    return f"{{KEY: {value}}}"
 
 
 def _without_types(model: type[BaseModel], location: Sequence[str | int]) -> list[str | int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from importlib import import_module
 
 from speculators_core.errors import ConfigError
@@ -25,16 +26,25 @@ def names() -> tuple[str, ...]:
 
 
 def resolve(name: str) -> Algorithm:
-    """The algorithm of that name; ConfigError with the nearest right one."""
+    """The algorithm of that name; ConfigError with the nearest right one, and all of them."""
     module = _MODULES.get(name)
     if module is None:
-        begun = [known for known in names() if known.startswith(name)]
-        nearest = begun or difflib.get_close_matches(name, _MODULES, n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose among {', '.join(names())}"
-        raise ConfigError(f"unknown algorithm {name!r}", mend=hint)
+        nearest = max(names(), key=lambda known: _likeness(name, known))
+        hint = f"did you mean {nearest!r}? " if max(_likeness(name, nearest)) >= _ALIKE else ""
+        raise ConfigError(f"unknown algorithm {name!r}", mend=f"{hint}kinds: {', '.join(names())}")
     algorithm = import_module(module).ALGORITHM
     assert isinstance(algorithm, Algorithm)
     return algorithm
+
+
+_ALIKE = 0.6
+
+
+def _likeness(name: str, known: str) -> tuple[float, float]:
+    """How much of a name another begins with, then how alike they are: numbers and endings are what one gets wrong."""
+    folded = name.casefold()
+    begun = len(os.path.commonprefix([folded, known])) / max(len(name), 1)
+    return begun, difflib.SequenceMatcher(None, folded, known).ratio()
 
 
 __all__ = ["names", "resolve"]

@@ -25,6 +25,11 @@ def test_a_gate_that_nothing_can_pass_is_refused_before_the_expensive_part() -> 
     with pytest.raises(ConfigError, match=r"10 prompts are held back.*gate.min_prompts asks for 100") as told:
         require_prompts(recipe(), dataset(10))
     assert "data.evaluation_prompts" in str(told.value)
-    with pytest.raises(ConfigError, match="20 of them evaluated"):
-        require_prompts(recipe("evaluation.max_prompts=20"), dataset(128))
     assert require_prompts(recipe("gate.min_prompts=8"), dataset(10)).ref == dataset(10).ref
+
+
+def test_a_gate_that_asks_for_more_than_is_evaluated_is_refused_with_the_recipe() -> None:
+    told = "evaluation.max_prompts is 8, but gate.min_prompts asks for 100.*raise the one or lower the other"
+    with pytest.raises(ConfigError, match=told):
+        recipe("evaluation.max_prompts=8")
+    assert recipe("evaluation.max_prompts=8", "gate.min_prompts=8").evaluation.max_prompts == 8
