@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import os
 from importlib import import_module
+from itertools import takewhile
 
 from speculators_core.errors import ConfigError
 from speculators_core.types import Algorithm
@@ -43,8 +43,8 @@ _ALIKE = 0.6
 def _likeness(name: str, known: str) -> tuple[float, float]:
     """How much of a name another begins with, then how alike they are: numbers and endings are what one gets wrong."""
     folded = name.casefold()
-    begun = len(os.path.commonprefix([folded, known])) / max(len(name), 1)
-    return begun, difflib.SequenceMatcher(None, folded, known).ratio()
+    begun = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(folded, known, strict=False)))
+    return begun / max(len(name), 1), difflib.SequenceMatcher(None, folded, known).ratio()
 
 
 __all__ = ["names", "resolve"]

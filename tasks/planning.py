@@ -232,7 +232,10 @@ def read_plan(path: Path) -> tuple[Plan, Recipe]:
     try:
         plan = Plan.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"no plan can be read at {path}: {error}") from error
+        told = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(
+            f"no plan can be read at {path}: {told}", mend="`draftsmith plan RECIPE` writes one, and says where"
+        ) from error
     except ValidationError as error:
         raise ConfigError(
             f"{path} is not a plan of this version: {error.errors()[0]['msg']}",

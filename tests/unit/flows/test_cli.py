@@ -54,6 +54,11 @@ def test_help_names_every_stage_and_imports_nothing_heavy() -> None:
         (("rollback", DEMO), 1, "there is no registry at"),  # the recipe's deployment, not a model of that name
         (("runtime", "flags", DEMO), 2, "names no server of somebody else"),
         (("plan", "nothing.yaml"), 2, "no recipe at nothing.yaml"),
+        (
+            ("apply", "nothing.json"),
+            2,
+            "nothing.json: No such file or directory\n  mend: `draftsmith plan RECIPE` writes",
+        ),
         (("diff", "nobody here", "tests"), 1, "does not exist"),
         (("deploy",), 2, "there is no Prefect server to deploy to"),
         (("serve", "chat", "--runtime", "http://gpu:8000"), 2, "starts its engines itself"),
