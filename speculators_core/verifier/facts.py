@@ -21,6 +21,7 @@ from speculators_core.verifier.families import Family, NormConvention, family_of
 log = logging.getLogger(__name__)
 
 _NESTED = ("text_config", "llm_config", "language_config")
+_DEEPEST = 64  # configurations are half a dozen deep
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -124,6 +125,33 @@ def read_config(verifier_dir: Path) -> dict[str, Any]:
     if config is None:
         raise VerifierError(f"{verifier_dir} is not a model directory: it has no config.json", mend=mend)
     return config
+
+
+def parse_object(content: bytes, where: str) -> dict[str, Any]:
+    """Content of one of a verifier's JSON files.
+
+    Raises:
+        VerifierError: not JSON, no object, or what nobody could walk through or write again: nested beyond all
+            configurations, or with half of a surrogate pair.
+    """
+    try:
+        value = json.loads(content)
+        _require_plain(value)
+    except (ValueError, RecursionError) as error:
+        raise VerifierError(f"{where} is not valid JSON: {error}", mend="copy the verifier again") from error
+    if not isinstance(value, dict):
+        raise VerifierError(f"{where} holds no JSON object", mend="copy the verifier again")
+    return value
+
+
+def _require_plain(value: Any, depth: int = 0) -> None:
+    if depth > _DEEPEST:
+        raise ValueError(f"nested more than {_DEEPEST} deep")
+    if isinstance(value, str):
+        value.encode()  # UnicodeEncodeError, a ValueError
+    elif isinstance(value, dict | list):
+        for part in (*value, *value.values()) if isinstance(value, dict) else value:
+            _require_plain(part, depth + 1)
 
 
 class _Config:
@@ -249,12 +277,4 @@ def _ids(value: Json | object) -> tuple[int, ...]:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise VerifierError(f"{path} is not valid JSON: {error}", mend="copy the verifier again") from error
-    if not isinstance(value, dict):
-        raise VerifierError(f"{path} holds no JSON object", mend="copy the verifier again")
-    return value
+    return parse_object(path.read_bytes(), str(path)) if path.is_file() else None

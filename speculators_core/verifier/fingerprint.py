@@ -11,13 +11,15 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from speculators_core.errors import VerifierError
 from speculators_core.store.files import remember_text
 from speculators_core.types import Json, StrictModel
+from speculators_core.verifier.facts import parse_object
 from speculators_core.verifier.files import LocalFiles, VerifierFiles, open_verifier
 from speculators_core.verifier.weights import INDEX, parse_index, read_header, weight_names
 
@@ -43,6 +45,21 @@ SHAPE_KEYS = (
     "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size",
 )  # fmt: skip
+
+
+class StoredTemplate(NamedTuple):
+    """A chat template, and the file that holds it."""
+
+    file: str
+    text: str
+
+
+class _NamedTemplate(TypedDict):
+    name: str
+    template: str
+
+
+_STORED_TEMPLATE: TypeAdapter[str | list[_NamedTemplate] | None] = TypeAdapter(str | list[_NamedTemplate] | None)
 
 
 class Fingerprint(StrictModel):
@@ -73,7 +90,7 @@ class Description(StrictModel):
         """The keys of config.json that decide tensor shapes, as written there (of the text model, where nested)."""
         config = self.content["config"]
         nested = ("text_config", "llm_config", "language_config")
-        text: dict[str, Any] = next((config[key] for key in nested if key in config), {})
+        text: dict[str, Any] = next((config[key] for key in nested if isinstance(config.get(key), dict)), {})
         return {key: value for key in SHAPE_KEYS if (value := text.get(key, config.get(key))) is not None}
 
 
@@ -129,12 +146,13 @@ def describe(files: VerifierFiles, *, template_kwargs: Mapping[str, Json] | None
             read_header(files, name)
     wanted = [*weights, *tokenizer, *adapters]
     sums = dict(zip(wanted, files.sha256(wanted), strict=True))
+    templates = {name: stored.text for name, stored in templates_of(files).items()}
     content: dict[str, Any] = {
         "weights": sorted(sums[name] for name in weights),
         "config": _stable(config),
         "generation_config": _stable(_json(files, "generation_config.json") or {}),
         "tokenizer": {**{name: sums[name] for name in tokenizer}, "tokenizer_config.json": _stable(tokenizer_config)},
-        "chat_template": {"template": templates_of(files), "kwargs": dict(template_kwargs or {})},
+        "chat_template": {"template": templates, "kwargs": dict(template_kwargs or {})},
         "quantisation": quantisation,
         "adapters": {
             "config": _json(files, "adapter_config.json"),
@@ -174,29 +192,46 @@ def capture_key(fp: Fingerprint, runtime_key: str, layer_ids: Sequence[int], dty
     return _digest({"verifier": fp.digest, "runtime": runtime_key, "layers": list(layer_ids), "dtype": dtype})
 
 
-def chat_templates(verifier_dir: Path) -> dict[str, str]:
+def chat_templates(verifier_dir: Path) -> dict[str, StoredTemplate]:
     """Chat templates of a local verifier by name; see `templates_of`."""
     return templates_of(LocalFiles(verifier_dir, home=None))
 
 
-def templates_of(files: VerifierFiles) -> dict[str, str]:
-    """Chat templates by name, from chat_template.jinja, its folder of named ones, or tokenizer_config.json."""
+def templates_of(files: VerifierFiles) -> dict[str, StoredTemplate]:
+    """Chat templates by name, from chat_template.jinja, its folder of named ones, or tokenizer_config.json.
+
+    Raises:
+        VerifierError: not UTF-8, or neither a text nor a list of named ones.
+    """
     names = files.names()
-    found: dict[str, str] = {}
+    found: dict[str, StoredTemplate] = {}
     if "chat_template.jinja" in names:
-        found["default"] = files.read("chat_template.jinja").decode("utf-8")
+        found["default"] = _jinja(files, "chat_template.jinja")
     for name in sorted(name for name in names if name.startswith("additional_chat_templates/")):
         if name.endswith(".jinja"):
-            found[Path(name).stem] = files.read(name).decode("utf-8")
+            found[Path(name).stem] = _jinja(files, name)
     if found:
         return found
     for name in ("chat_template.json", "tokenizer_config.json"):
-        stored = (_json(files, name) or {}).get("chat_template")
+        try:
+            stored = _STORED_TEMPLATE.validate_python((_json(files, name) or {}).get("chat_template"))
+        except ValidationError as error:
+            raise VerifierError(
+                f"the chat_template of {files.where}/{name} is neither a text nor a list of named ones",
+                mend='write it as a text, or as [{"name": …, "template": …}]',
+            ) from error
         if isinstance(stored, str):
-            return {"default": stored}
-        if isinstance(stored, list):
-            return {str(item["name"]): str(item["template"]) for item in stored}
+            return {"default": StoredTemplate(name, stored)}
+        if stored is not None:
+            return {item["name"]: StoredTemplate(name, item["template"]) for item in stored}
     return {}
+
+
+def _jinja(files: VerifierFiles, name: str) -> StoredTemplate:
+    try:
+        return StoredTemplate(name, files.read(name).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise VerifierError(f"{files.where}/{name} is not UTF-8: {error}", mend="save it as UTF-8") from error
 
 
 def _memory(home: Path, digest: str) -> Path:
@@ -215,11 +250,4 @@ def _digest(value: object) -> str:
 
 
 def _json(files: VerifierFiles, name: str) -> dict[str, Any] | None:
-    if name not in files.names():
-        return None
-    try:
-        value = json.loads(files.read(name))
-    except (ValueError, RecursionError) as error:
-        where = f"{files.where}/{name}"
-        raise VerifierError(f"{where} is not valid JSON: {error}", mend="copy the verifier again") from error
-    return value if isinstance(value, dict) else {"": value}
+    return parse_object(files.read(name), f"{files.where}/{name}") if name in files.names() else None

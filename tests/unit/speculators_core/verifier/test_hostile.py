@@ -11,18 +11,58 @@ import pytest
 
 from speculators_core.errors import VerifierError
 from speculators_core.verifier.facts import read_config
-from speculators_core.verifier.files import open_verifier
-from speculators_core.verifier.fingerprint import fingerprint
+from speculators_core.verifier.files import LocalFiles, open_verifier
+from speculators_core.verifier.fingerprint import describe, fingerprint
 from speculators_core.verifier.weights import parse_index
 
+HALF_A_PAIR = b'{"foo": "\\ud800"}'
+UNREADABLE = [b"[" * 200_000, b'{"vocab_size": ' + b"9" * 6000 + b"}", b"\xff"]
 
-@pytest.mark.parametrize("content", [b"[" * 200_000, b'{"vocab_size": ' + b"9" * 6000 + b"}", b"\xff"])
+
+@pytest.mark.parametrize("content", UNREADABLE)
 def test_json_beyond_reading_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(VerifierError, match=r"config\.json"):
         read_config(tmp_path)
     with pytest.raises(VerifierError, match="not a safetensors index"):
         parse_index(content, "index")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json"]
+)
+@pytest.mark.parametrize(
+    "content",
+    [*UNREADABLE, b'{"a":' * 900 + b"1" + b"}" * 900, b'{"a":' + b"[" * 900 + b"]" * 900 + b"}", HALF_A_PAIR, b"[1]"],
+    ids=["unclosed", "digits", "bytes", "objects", "arrays", "surrogate", "no object"],
+)
+def test_json_that_could_not_be_hashed_is_named(verifier: Path, name: str, content: bytes) -> None:
+    (verifier / name).write_bytes(content)
+    with pytest.raises(VerifierError, match=rf"{name} (is not valid JSON|holds no JSON object)"):
+        fingerprint(verifier, home=None)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"])
+def test_a_template_in_another_encoding_is_named(verifier: Path, name: str) -> None:
+    (verifier / name).parent.mkdir(exist_ok=True)
+    (verifier / name).write_bytes("{{ 'é' }}".encode("latin-1"))
+    with pytest.raises(VerifierError, match=rf"{name} is not UTF-8"):
+        fingerprint(verifier, home=None)
+
+
+@pytest.mark.parametrize(
+    "template", [["x"], [{"name": "default"}], [{"name": 1, "template": "x"}], 5, {"default": "x"}]
+)
+def test_a_template_of_another_form_is_named(verifier: Path, template: Any) -> None:
+    (verifier / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(VerifierError, match=r"chat_template of .*tokenizer_config\.json is neither"):
+        fingerprint(verifier, home=None)
+
+
+def test_a_nested_model_that_is_none_leaves_the_outer_ones_shape(verifier: Path) -> None:
+    config = json.loads((verifier / "config.json").read_text())
+    (verifier / "config.json").write_text(json.dumps(config | {"text_config": None, "llm_config": 5}))
+    assert describe(LocalFiles(verifier, home=None)).shape["hidden_size"] == config["hidden_size"]
 
 
 def test_an_object_whose_copy_would_lie_elsewhere_is_refused(tmp_path: Path) -> None:
