@@ -110,12 +110,13 @@ def retrain(
 def prepare(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json: JsonOption = False) -> None:
     """Turn conversations into token rows with loss masks; before that, see that the runtime loads such a draft."""
     results, _ = run_stages(recipe, overrides, "prepare", as_json)
+    from speculators_core.data.report import summed_up
+
     found = by_name(results, "prepare").summary
     if not as_json:
         splits = ", ".join(f"{count} {name}" for name, count in found["splits"].items())
         print(f"             {found['conversations']} conversations, {found['tokens']} tokens: {splits}")
-        for cause, count in found["dropped"].items():
-            print(f"             left out: {count} of cause {cause}")
+        print(f"             {summed_up(found)}")
 
 
 @app.command()

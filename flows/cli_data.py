@@ -36,19 +36,23 @@ def sample(
     overrides: SetOption = NO_OVERRIDES,
     rows: Annotated[int, typer.Option(help="rows to show")] = 3,
 ) -> None:
-    """Show prepared rows in colour: what is supervised and what is not."""
+    """Show prepared rows, what is supervised in colour or ⟦marked⟧, and what was left out of the data, and why."""
     run = open_run(recipe, overrides)
     from rich.console import Console
 
     from speculators_core import stages
     from speculators_core.data.preview import render_row
+    from speculators_core.data.report import summed_up
     from speculators_core.data.rows import RowSet
     from speculators_core.data.template import ChatTemplate
 
     template = ChatTemplate.load(run.verifier, run.recipe.data.template_kwargs)
-    found, console = RowSet.open(run.store.path(stages.prepare(run).ref)), Console()
+    prepared, console = stages.prepare(run), Console()
+    found = RowSet.open(run.store.path(prepared.ref))
+    coloured = console.color_system is not None and not console.no_color
     for index in range(min(rows, found.num_rows)):
-        console.print(render_row(found.row(index), template))
+        console.print(render_row(found.row(index), template, coloured=coloured))
+    print(summed_up(prepared.summary))
 
 
 @app.command()
@@ -97,15 +101,13 @@ def regenerate(
     `data.replies: regenerate` in a recipe does this within the loop, and captures in the same requests.
     """
     run = open_run(recipe, overrides)
-    from collections import Counter
-
     from speculators_core.data.config import RegenerationConfig
     from speculators_core.data.conversations import read_conversations
     from speculators_core.states.replies import answer
 
     data = run.recipe.data
     report = answer(
-        list(read_conversations(data.sources, Counter())),
+        list(read_conversations(data.sources)),
         run.recipe.runtime,
         run.layer_ids,
         run.fingerprint.digest,

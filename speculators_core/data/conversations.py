@@ -11,12 +11,12 @@ import hashlib
 import json
 import logging
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from speculators_core.data.report import Dropped
 from speculators_core.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -74,15 +74,17 @@ class Conversation:
 
 
 class _Unusable(Exception):
-    """A record that is counted under `cause` and left out."""
+    """A record that is counted under `cause` and left out; `what` is wrong with it, in words."""
 
-    def __init__(self, cause: str) -> None:
-        super().__init__(cause)
-        self.cause = cause
+    def __init__(self, cause: str, what: str) -> None:
+        super().__init__(what)
+        self.cause, self.what = cause, what
 
 
-def read_conversations(sources: Sequence[str], dropped: Counter[str]) -> Iterator[Conversation]:
+def read_conversations(sources: Sequence[str], dropped: Dropped | None = None) -> Iterator[Conversation]:
     """Yield usable conversations in the order of the sources; what is unusable is counted by cause in `dropped`.
+
+    Without `dropped`, the log says at the end what was left out.
 
     Causes: invalid_json, invalid_text (bytes that are no UTF-8, lone surrogates), not_an_object, no_messages,
     malformed_message, unknown_role, multimodal, invalid_tools.
@@ -90,16 +92,15 @@ def read_conversations(sources: Sequence[str], dropped: Counter[str]) -> Iterato
     Raises:
         DataError: a source does not exist, is of an unknown kind, or holds no file.
     """
+    unusable = Dropped() if dropped is None else dropped
     for source in sources:
-        first_of_cause: dict[str, str] = {}
         for origin, record in _records(source):
             try:
                 yield normalise(record, origin=origin)
             except _Unusable as error:
-                dropped[error.cause] += 1
-                first_of_cause.setdefault(error.cause, origin)
-        for cause, origin in first_of_cause.items():
-            log.warning("%s: left out records of cause %s, the first at %s", source, cause, origin)
+                unusable.add(error.cause, origin, error.what)
+    if dropped is None and unusable:
+        log.warning("left out: %s", unusable.in_words())
 
 
 def check_sources(sources: Sequence[str]) -> None:
@@ -130,10 +131,12 @@ def normalise(record: object, *, origin: str = "") -> Conversation:
     if isinstance(record, str):  # a line of a file, not parsed yet
         record = _parsed(record, "invalid_json")
     if not isinstance(record, Mapping):
-        raise _Unusable("not_an_object")
+        raise _Unusable("not_an_object", "is no JSON object")
     turns = next((record[key] for key in _TURN_KEYS if record.get(key)), None)
     if not isinstance(turns, Sequence) or isinstance(turns, str):
-        raise _Unusable("no_messages")
+        named = next((key for key in _TURN_KEYS if key in record), None)
+        expected = "expected messages or conversations" if named is None else f"{named} holds no list of turns"
+        raise _Unusable("no_messages", f"has the keys {_shown(*record)}; {expected}")
     messages = [_message(turn) for turn in turns]
     system = record.get("system")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
@@ -144,7 +147,7 @@ def normalise(record: object, *, origin: str = "") -> Conversation:
     try:
         canonical([identity, domain, messages, tools]).encode()
     except (UnicodeEncodeError, RecursionError):  # what cannot be written down again cannot be trained on
-        raise _Unusable("invalid_text") from None
+        raise _Unusable("invalid_text", "holds bytes that are no UTF-8, or lone surrogates") from None
     return Conversation(
         id=identity or content_id(messages),
         domain=domain,
@@ -200,11 +203,13 @@ def trimmed(conversation: Conversation) -> Conversation:
 
 def _message(turn: object) -> Message:
     if not isinstance(turn, Mapping):
-        raise _Unusable("malformed_message")
+        raise _Unusable("malformed_message", "has a turn that is no object")
     name = turn.get("role", turn.get("from"))
     role = ROLES.get(str(name).lower())
+    if role is None and name is None:
+        raise _Unusable("unknown_role", f"has a turn with the keys {_shown(*turn)}; expected role and content")
     if role is None:
-        raise _Unusable("unknown_role")
+        raise _Unusable("unknown_role", f"has a turn of the role {_shown(name)}; expected one of {_shown(*ROLES)}")
     message: dict[str, Any] = {"role": role, "content": _text(turn.get("content", turn.get("value")))}
     for key in ("name", "tool_call_id", "finish_reason"):
         if isinstance(turn.get(key), str):
@@ -221,15 +226,21 @@ def _parsed(text: str, cause: str) -> object:
     """JSON of a record; numbers of thousands of digits and endless nesting are as unusable as torn text."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
-        raise _Unusable(cause) from None
+    except (ValueError, RecursionError) as error:
+        raise _Unusable(cause, f"holds what is no JSON: {error}") from None
+
+
+def _shown(*names: object) -> str:
+    """Names from somebody's data for one line of a message: printable, and not endlessly long."""
+    short = [repr(str(name)[:32])[1:-1] for name in names[:20]]
+    return ", ".join([*short, "…"] if len(names) > 20 else short) or "(none)"
 
 
 def _listed(value: object) -> Sequence[object]:
     if not value:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise _Unusable("malformed_message")
+        raise _Unusable("malformed_message", "has tool calls or turns that are no list")
     return value
 
 
@@ -239,22 +250,24 @@ def _text(content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise _Unusable("malformed_message")
+        raise _Unusable("malformed_message", "has a turn whose content is neither text nor a list of parts")
     parts = []
     for part in content:
         if isinstance(part, str):
             parts.append(part)
         elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
             parts.append(part["text"])
+        elif isinstance(part, Mapping) and "type" in part:
+            raise _Unusable("multimodal", f"has a part of the type {_shown(part['type'])}; only text is read")
         else:
-            raise _Unusable("multimodal" if isinstance(part, Mapping) and "type" in part else "malformed_message")
+            raise _Unusable("malformed_message", "has a part of a content that names no type")
     return "\n".join(parts)  # as vLLM joins them for templates that take plain text
 
 
 def _tool_call(call: object) -> Message:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _Unusable("malformed_message")
+        raise _Unusable("malformed_message", "has a tool call without a function's name")
     arguments = function.get("arguments")
     if isinstance(arguments, str) and arguments.strip():
         arguments = _parsed(arguments, "malformed_message")
@@ -271,7 +284,7 @@ def _tools(value: object) -> Sequence[Any] | None:
     if not value:
         return None
     if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
-        raise _Unusable("invalid_tools")
+        raise _Unusable("invalid_tools", "has tools that are no list of objects")
     return [tool if tool.get("type") == "function" else {"type": "function", "function": tool} for tool in value]
 
 
@@ -285,7 +298,7 @@ def _exact(turn: object, shift: int) -> ExactTurn:
             finish_reason=turn.get("finish_reason"),
         )
     except (AssertionError, KeyError, TypeError, ValueError, OverflowError):
-        raise _Unusable("malformed_message") from None
+        raise _Unusable("malformed_message", "has `turns` without message, prompt_token_ids and token_ids") from None
 
 
 def _records(source: str) -> Iterator[tuple[str, object]]:

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from pydantic import Field
-
 from speculators_core.data.config import DataConfig
 from speculators_core.data.conversations import (
     Conversation,
@@ -28,12 +26,13 @@ from speculators_core.data.conversations import (
     trimmed,
 )
 from speculators_core.data.masking import Renderings, TokenRow, Turn, clip, merge, renderings, turn_of
+from speculators_core.data.report import EXAMPLE, Dropped, PreparationReport
 from speculators_core.data.rows import Prompt, RowRecord, RowWriter, Sample
 from speculators_core.data.splits import assign, seeded_hash
 from speculators_core.data.template import ChatTemplate
 from speculators_core.errors import DataError
 from speculators_core.store.manifest import sha256_json
-from speculators_core.types import Json, ProgressCallback, Split, StrictModel
+from speculators_core.types import Json, ProgressCallback, Split
 from speculators_core.verifier.facts import VerifierFacts, read_facts
 from speculators_core.verifier.hashes import HashCache
 
@@ -43,31 +42,14 @@ CHUNK = 128  # conversations tokenised in one call
 SAMPLES = 64  # about as many conversations, spread evenly, keep their messages for the comparison with the engine
 
 
-class PreparationReport(StrictModel):
-    """What became of the data; holds no text, and nothing that differs between equal runs."""
-
-    conversations: int = Field(description="Usable conversations read.")
-    rows: int = Field(description="Rows written, both splits.")
-    tokens: int = Field(description="Tokens of all rows.")
-    supervised_tokens: int = Field(description="Tokens that the verifier wrote, of all rows.")
-    splits: dict[str, int] = Field(description="Rows of each split; `evaluation` counts prompts.")
-    domains: dict[str, int] = Field(description="Rows and prompts of each domain.")
-    dropped: dict[str, int] = Field(description="What was left out, by cause: records, conversations, turns or rows.")
-    truncated: int = Field(description="Rows cut at `max_length`.")
-    exact_turns: int = Field(description="Replies whose ids came from an engine as they are.")
-    realigned_turns: int = Field(description="Replies whose start was found by common prefix.")
-    shared_rows: int = Field(description="Rows that supervise several replies.")
-    fanned_out: int = Field(description="Conversations that became several rows: the template rewrites its history.")
-    near_duplicates: int = Field(description="Conversations whose first user turn repeats an earlier one.")
-    longest_row: int = Field(description="Tokens of the longest row.")
-
-
 @dataclass
 class _Tally:
     """Counters that are filled on the way."""
 
-    dropped: Counter[str]
+    dropped: Dropped
     domains: Counter[str]
+    records: int = 0
+    used: int = 0
     truncated: int = 0
     exact: int = 0
     realigned: int = 0
@@ -96,8 +78,8 @@ def prepare(
         )
     check_sources(config.sources)
     template = ChatTemplate.load(verifier_dir, config.template_kwargs)
-    tally = _Tally(Counter(), Counter())
-    conversations = _gather(config, tally.dropped)
+    tally = _Tally(Dropped(), Counter())
+    conversations = _gather(config, tally)
     splits, groups = assign(
         [conversation.first_user_turn for conversation in conversations],
         evaluation=_held_back(config.evaluation_prompts, len(conversations)),
@@ -106,7 +88,7 @@ def prepare(
     )
 
     writer, prompts, samples = RowWriter(), list[Prompt](), list[Sample]()
-    prompted: set[int] = set()
+    prompted: dict[int, str] = {}
     total, done = len(conversations), 0
     sampled = frozenset(conversation.id for conversation in conversations[:: max(1, total // SAMPLES)])
     for chunk in _chunks(list(zip(conversations, splits, groups, strict=True))):
@@ -114,10 +96,11 @@ def prepare(
         for (conversation, split, group), found in zip(chunk, turns, strict=True):
             if split == "evaluation":
                 if group in prompted:  # near-duplicates of a held-back prompt are used for nothing
-                    tally.dropped["near_duplicate_of_evaluation"] += 1
+                    what = f"asks nearly what {prompted[group]} does, whose prompt is held back"
+                    tally.dropped.add("near_duplicate_of_evaluation", conversation.origin, what)
                 elif prompt := _prompt(conversation, found, config, tally):
                     prompts.append(prompt)
-                    prompted.add(group)
+                    prompted[group] = conversation.origin
                 continue
             keep = samples if conversation.id in sampled else None
             _add_rows(conversation, split, found, config, tally, writer, keep)
@@ -126,8 +109,11 @@ def prepare(
             progress(done, total)
 
     report = _report(writer, prompts, tally, len(conversations), groups)
-    _require_supervision(report)
-    writer.write(output, prompts, samples, report.model_dump(mode="json"))
+    _require_supervision(report, tally.dropped)
+    # names of files stay out: equal data under another name gives equal bytes
+    writer.write(output, prompts, samples, report.model_dump(mode="json", exclude={"first_dropped"}))
+    if tally.dropped:
+        log.warning("read %d, used %d, left out: %s", report.records, report.used, tally.dropped.in_words())
     log.info("%d rows, %d tokens, %d prompts held back", report.rows, report.tokens, len(prompts))
     return report
 
@@ -150,24 +136,25 @@ def digest_sources(sources: Sequence[str], *, home: Path | None) -> str:
     return sha256_json(found)
 
 
-def _gather(config: DataConfig, dropped: Counter[str]) -> list[Conversation]:
+def _gather(config: DataConfig, tally: _Tally) -> list[Conversation]:
     """Conversations that can be learned from, duplicates removed, in the order of the sources."""
     seen: set[str] = set()
     kept: list[Conversation] = []
-    read = 0
+    dropped, read = tally.dropped, 0
     for conversation in read_conversations(config.sources, dropped):
         read += 1
         if not conversation.assistant_turns():
-            dropped["no_assistant_turn"] += 1
+            dropped.add("no_assistant_turn", conversation.origin)
             continue
         conversation = trimmed(conversation)
         content = seeded_hash(canonical([conversation.messages, conversation.tools]), 0)
         if content in seen:
-            dropped["duplicate"] += 1
+            dropped.add("duplicate", conversation.origin)
             continue
         seen.add(content)
         kept.append(conversation)
     _require_replies(config.sources, read, len(kept), dropped)
+    tally.records = len(kept) + dropped.total()
     drawn = draw(kept, config)
     if len(drawn) < len(kept):
         dropped["beyond_max_rows"] += len(kept) - len(drawn)
@@ -187,27 +174,27 @@ def check_content(config: DataConfig) -> None:
     Raises:
         DataError: no usable conversation, or none with an assistant turn where replies are not to be made.
     """
-    dropped: Counter[str] = Counter()
-    read = 0
+    dropped, read = Dropped(), 0
     for conversation in read_conversations(config.sources, dropped):
         read += 1
         if conversation.assistant_turns() or config.replies == "regenerate":
             return
+        dropped.add("no_assistant_turn", conversation.origin)
     _require_replies(config.sources, read, 0, dropped)
 
 
-def _require_replies(sources: Sequence[str], read: int, kept: int, dropped: Counter[str]) -> None:
+def _require_replies(sources: Sequence[str], read: int, kept: int, dropped: Dropped) -> None:
     where = ", ".join(sources)
     if not read:
-        causes = ", ".join(f"{cause} {count}" for cause, count in sorted(dropped.items())) or "no record at all"
         raise DataError(
-            f"no usable conversation in {where} ({causes})",
-            mend='write one record a line: {"messages": [{"role": "user", "content": …}, {"role": "assistant", …}]}',
+            f"no usable conversation in {where}: {dropped.in_words() or 'no record at all'}",
+            mend=dropped.mend() or EXAMPLE,
         )
     if not kept:
         raise DataError(
-            f"no assistant turn follows a user turn in any of the {read} conversations of {where}",
-            mend="let the verifier answer the prompts: set data.replies to regenerate",
+            f"no assistant turn follows a user turn in any of the {read} conversations of {where}: "
+            f"{dropped.in_words()}",
+            mend=dropped.mend(),
         )
 
 
@@ -215,7 +202,10 @@ def _held_back(wanted: int, conversations: int) -> int:
     """Evaluation prompts that the data can spare: at most a quarter of it."""
     spare = conversations // 4
     if wanted > spare:
-        log.warning("only %d conversations: %d prompts are held back, not %d", conversations, spare, wanted)
+        log.warning(
+            "%d prompts are held back, not %d: at most a quarter of the %d conversations; %d would give %d",
+            *(spare, wanted, conversations, 4 * wanted, wanted),
+        )
     return min(wanted, spare)
 
 
@@ -252,11 +242,10 @@ def _turns(
         turns: list[Turn] = []
         for item in items:
             prompt, full = next(ids), next(ids)
-            turn = _exact_turn(exact.get(item.message), prompt, facts, tally) or turn_of(
-                item, prompt, full, template, ends
-            )
+            given = _exact_turn(exact.get(item.message), prompt, conversation.origin, facts, tally)
+            turn = given or turn_of(item, prompt, full, template, ends)
             if turn is None:
-                tally.dropped["no_boundary"] += 1
+                tally.dropped.add("no_boundary", conversation.origin)
                 continue
             if not turn.exact:
                 turn = replace(turn, reply=_spoken(conversation, turn, ends, reply_cap))
@@ -267,12 +256,14 @@ def _turns(
     return found
 
 
-def _exact_turn(exact: ExactTurn | None, prompt: Sequence[int], facts: VerifierFacts, tally: _Tally) -> Turn | None:
+def _exact_turn(
+    exact: ExactTurn | None, prompt: Sequence[int], origin: str, facts: VerifierFacts, tally: _Tally
+) -> Turn | None:
     """An engine's own ids, provided that they answer what this verifier's template renders today."""
     if exact is None or not exact.token_ids:
         return None
     if exact.prompt_token_ids != tuple(prompt) or max(exact.token_ids) >= facts.vocab_size or min(exact.token_ids) < 0:
-        tally.dropped["stale_exact_ids"] += 1  # the reply is rendered from its text instead
+        tally.dropped.add("stale_exact_ids", origin)  # the reply is rendered from its text instead
         return None
     return Turn(exact.message, list(exact.prompt_token_ids), list(exact.token_ids), exact=True)
 
@@ -297,10 +288,10 @@ def _add_rows(
     writer: RowWriter,
     samples: list[Sample] | None,
 ) -> None:
-    rows = merge(turns)
+    rows, before = merge(turns), len(writer.records)
     tally.fanned_out += len(rows) > 1
     for number, row in enumerate(rows):
-        kept = _fit(row, config, tally)
+        kept = _fit(row, conversation.origin, config, tally)
         if kept is None:
             continue
         tally.shared += len(kept.turns) > 1
@@ -321,17 +312,18 @@ def _add_rows(
                     exact=any(turn.exact for turn in kept.turns),
                 )
             )
+    tally.used += len(writer.records) > before
 
 
-def _fit(row: TokenRow, config: DataConfig, tally: _Tally) -> TokenRow | None:
+def _fit(row: TokenRow, origin: str, config: DataConfig, tally: _Tally) -> TokenRow | None:
     """The row within `max_length` by the stated policy, or None, counted."""
     long = len(row.input_ids) > config.max_length
     if long and config.overlong == "drop":
-        tally.dropped["overlong"] += 1
+        tally.dropped.add("overlong", origin, f"has {len(row.input_ids)} tokens")
         return None
     kept = clip(row, config.max_length)
     if kept.supervised < config.min_supervised_tokens:
-        tally.dropped["overlong_prompt" if long else "too_few_supervised_tokens"] += 1
+        tally.dropped.add("overlong_prompt" if long else "too_few_supervised_tokens", origin)
         return None
     tally.truncated += long
     return kept
@@ -343,9 +335,10 @@ def _prompt(conversation: Conversation, turns: Sequence[Turn], config: DataConfi
         return None  # counted where its turns were dropped
     first = turns[0]
     if len(first.prompt) >= config.max_length:
-        tally.dropped["overlong_prompt"] += 1
+        tally.dropped.add("overlong_prompt", conversation.origin)
         return None
     tally.domains[conversation.domain] += 1
+    tally.used += 1
     return Prompt(
         id=conversation.id,
         domain=conversation.domain,
@@ -362,6 +355,8 @@ def _report(
     splits = Counter(record.split for record in writer.records)
     lengths = [b - a for a, b in zip(writer.offsets, writer.offsets[1:], strict=False)]
     return PreparationReport(
+        records=tally.records,
+        used=tally.used,
         conversations=conversations,
         rows=len(writer.records),
         tokens=len(writer.input_ids),
@@ -369,6 +364,7 @@ def _report(
         splits={"train": splits["train"], "validation": splits["validation"], "evaluation": len(prompts)},
         domains=dict(sorted(tally.domains.items())),
         dropped=dict(sorted((cause, count) for cause, count in tally.dropped.items() if count)),
+        first_dropped={cause: first.where for cause, first in sorted(tally.dropped.first.items())},
         truncated=tally.truncated,
         exact_turns=tally.exact,
         realigned_turns=tally.realigned,
@@ -379,11 +375,11 @@ def _report(
     )
 
 
-def _require_supervision(report: PreparationReport) -> None:
+def _require_supervision(report: PreparationReport, dropped: Dropped) -> None:
     if report.splits["train"] and report.supervised_tokens:
         return
-    causes = ", ".join(f"{cause}: {count}" for cause, count in report.dropped.items()) or "none dropped"
     raise DataError(
-        f"no supervised token is left to train on, of {report.conversations} conversations ({causes})",
-        mend="raise data.max_length, lower data.min_supervised_tokens, or check the records named in the log",
+        f"no supervised token is left to train on, of {report.conversations} conversations: "
+        f"{dropped.in_words() or 'none dropped'}",
+        mend=dropped.mend() or "bring more conversations",
     )

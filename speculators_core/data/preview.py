@@ -1,4 +1,4 @@
-"""One prepared row in colour: what the draft learns from stands out from what it only reads."""
+"""One prepared row, in colour or with marks: what the draft learns from stands out from what it only reads."""
 
 from __future__ import annotations
 
@@ -12,23 +12,32 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 SUPERVISED, CONTEXT = "bold black on green3", "grey58"
+MARKS = "⟦", "⟧"
 
 
-def render_row(row: Row, template: ChatTemplate) -> Group:
-    """A rich renderable of a row: supervised tokens on green, context in grey, with a legend."""
+def render_row(row: Row, template: ChatTemplate, *, coloured: bool) -> Group:
+    """A rich renderable of a row: supervised tokens on green, context in grey, with a legend.
+
+    Without colours, as in a pipe, supervised tokens stand between `MARKS`.
+    """
     from rich.console import Group
     from rich.text import Text
 
+    before, after = ("", "") if coloured else MARKS
     ids, mask = row.input_ids.tolist(), row.loss_mask.tolist()
     body = Text()
     for supervised, span in spans(ids, mask):
-        body.append(template.decode(span), style=SUPERVISED if supervised else CONTEXT)
+        text = template.decode(span)
+        if supervised:
+            body.append(f"{before}{text}{after}", SUPERVISED)
+        else:
+            body.append(text, CONTEXT)
     head = Text.assemble(
         (f"row {row.index} · {row.id} · {row.domain} · {row.split}", "bold"),
         f"\n{len(ids)} tokens, {sum(mask)} supervised: ",
         ("context", CONTEXT),
         " ",
-        ("written by the verifier", SUPERVISED),
+        (f"{before}written by the verifier{after}", SUPERVISED),
         "\n",
     )
     return Group(head, body)

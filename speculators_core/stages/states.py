@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +54,7 @@ def regenerate(run: Run) -> StageResult:
         # sampled replies cannot be captured in the same request: streams do without
         wanted = not states.streamed or (states.mode == "hybrid" and not config.regeneration.temperature)
         report = replies.answer(
-            data.draw(list(read_conversations(config.sources, Counter())), config),
+            data.draw(list(read_conversations(config.sources)), config),
             runtime,
             run.layer_ids,
             run.fingerprint.digest,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -62,7 +61,7 @@ def plain_client(engine: EngineFactory, verifier_dir: Path) -> Iterator[EngineCl
 
 
 def load(*names: str | Path) -> list[Conversation]:
-    return list(read_conversations([str(name) for name in names], Counter()))
+    return list(read_conversations([str(name) for name in names]))
 
 
 def test_our_ids_are_the_engines(client: EngineClient, verifier_dir: Path, tmp_path: Path) -> None:

@@ -95,12 +95,11 @@ def hub() -> Iterator[str]:
 
 CODE = """
 import json, sys
-from collections import Counter
 from speculators_core.data.conversations import hub_identity, read_conversations
 from speculators_core.errors import DataError
 for source in sys.argv[1:]:
     try:
-        ids = [conversation.id for conversation in read_conversations([source], Counter())]
+        ids = [conversation.id for conversation in read_conversations([source])]
         print(json.dumps([ids, hub_identity(source)]))
     except DataError as error:
         print(json.dumps([error.what, error.mend]))

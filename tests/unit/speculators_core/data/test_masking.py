@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,7 @@ END = frozenset({2})
 
 
 def load(name: str) -> list[Conversation]:
-    return list(read_conversations([str(CONVERSATIONS / name)], Counter()))
+    return list(read_conversations([str(CONVERSATIONS / name)]))
 
 
 def turns_of(conversation: Conversation, template: ChatTemplate) -> list[Turn | None]:

@@ -12,6 +12,7 @@ import pytest
 from hs_connectors.contract import Handle
 from speculators_core.data.config import DataConfig
 from speculators_core.data.prepare import check_content, prepare
+from speculators_core.data.report import summed_up
 from speculators_core.data.rows import RowSet
 from speculators_core.data.template import ChatTemplate
 from speculators_core.errors import DataError, DraftsmithError, VerifierError
@@ -93,6 +94,73 @@ def test_what_is_dropped_is_counted(verifier: Path, tmp_path: Path) -> None:
     assert report.rows == 1
     assert report.dropped["no_assistant_turn"] == 1 and report.dropped["duplicate"] == 1
     assert sum(report.dropped.values()) == 9
+
+
+def test_every_loss_is_said_with_its_count_and_the_first_of_it(
+    verifier: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    user = chats(1)[0]["messages"][0]
+    lines = [json.dumps(record) for record in [*chats(5), {"prompt": "a", "completion": "b"}, {"messages": [user]}]]
+    lines += [lines[0][:40], json.dumps({"messages": [{"human": "a", "bot": "b"}]}), lines[0], lines[5]]
+    source = tmp_path / "mixed.jsonl"
+    source.write_text("\n".join(lines))
+    report = prepare(settings(str(source)), verifier, tmp_path / "out")
+    line = (
+        "read 11, used 5, left out: duplicate 1 (first at mixed.jsonl:10), invalid_json 1 (first at mixed.jsonl:8), "
+        "no_assistant_turn 1 (first at mixed.jsonl:7), no_messages 2 (first at mixed.jsonl:6), "
+        "unknown_role 1 (first at mixed.jsonl:9)"
+    )
+    assert summed_up(report.model_dump(mode="json")) == line
+    assert "mixed.jsonl:6 has the keys prompt, completion; expected messages or conversations" in caplog.text
+
+    renamed = source.rename(tmp_path / "other.jsonl")
+    assert prepare(settings(str(renamed)), verifier, tmp_path / "again").first_dropped["duplicate"] == "other.jsonl:10"
+    for name in ("report.json", "rows.jsonl", "rows.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+
+
+def test_a_report_without_losses_or_of_an_older_version_is_a_line_too() -> None:
+    assert summed_up({"records": 4, "used": 4, "dropped": {}, "first_dropped": {}}) == "read 4, used 4"
+    assert summed_up({"dropped": {"overlong": 2}}) == "read ?, used ?, left out: overlong 2"
+
+
+def test_conversations_are_used_once_whether_asked_or_trained_on(verifier: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "chats.jsonl", chats(40))
+    report = prepare(settings(source, evaluation_prompts=8, max_rows=30), verifier, tmp_path / "out")
+    assert (report.records, report.conversations, report.used) == (40, 30, 30)
+    assert report.splits["evaluation"] == 7 and report.dropped == {"beyond_max_rows": 10}
+
+
+def test_the_mend_follows_from_what_was_counted(
+    verifier: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = "Please write down a short and friendly greeting for customer number"
+    alike = [
+        {"messages": [{"role": "user", "content": f"{asked} {i}"}, {"role": "assistant", "content": f"Hello {i}"}]}
+        for i in range(40)
+    ]
+    source = write(tmp_path / "alike.jsonl", alike)
+    with pytest.raises(
+        DataError,
+        match=r"near_duplicate_of_evaluation 39 \(first at alike.jsonl:2 asks nearly what "
+        r"alike.jsonl:1 does",
+    ) as caught:
+        prepare(settings(source, evaluation_prompts=128), verifier, tmp_path / "out")
+    assert "data.evaluation_prompts" in str(caught.value.mend) and "unseen" in str(caught.value.mend)
+    assert "max_length" not in str(caught.value.mend)
+    assert "10 prompts are held back, not 128: at most a quarter of the 40 conversations; 512 would" in caplog.text
+    with pytest.raises(DataError, match=r"overlong_prompt 4 \(first at chats.jsonl:1\)") as caught:
+        prepare(settings(write(tmp_path / "chats.jsonl", chats(4)), max_length=8), verifier, tmp_path / "out")
+    assert caught.value.mend == "raise data.max_length"
+
+
+def test_wrong_names_of_fields_are_said_with_an_example(tmp_path: Path) -> None:
+    source = write(tmp_path / "bad2.jsonl", [{"prompt": "a", "completion": "b"}])
+    with pytest.raises(
+        DataError, match=r"bad2\.jsonl:1 has the keys prompt, completion; expected messages or conv"
+    ) as e:
+        check_content(settings(source))
+    assert '{"conversations": [{"role": "user"' in str(e.value.mend) and "`messages`" in str(e.value.mend)
 
 
 def test_a_template_that_refuses_is_counted(make_verifier: Callable[..., Path], tmp_path: Path) -> None:
