@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ from speculators_core.engine.runtime import Runtime, RuntimeInfo
 from speculators_core.errors import ConfigError, RegistryError, VerifierError
 from speculators_core.lifecycle.matrix import cell_of
 from speculators_core.lifecycle.promotion import CHAMPION, audit_log, forced_by, may_serve, settle
+from speculators_core.locks import sign
 from speculators_core.serving.config import ServeConfig
 from speculators_core.serving.events import EventSink
 from speculators_core.serving.fleet import Fleet
@@ -162,7 +162,5 @@ def sole_server(model: str) -> Iterator[None]:
                 f"{model} is served already, by process {holder.read()}",
                 mend="stop that one, or serve from another DRAFTSMITH_HOME",
             ) from None
-        holder.truncate(0)
-        holder.write(str(os.getpid()))
-        holder.flush()
+        sign(path)
         yield

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from speculators_core.errors import StoreError, cause_of
+from speculators_core.errors import ConfigError, StoreError, cause_of
 from speculators_core.store.manifest import FileEntry, sha256_file
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,34 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
             partial.unlink()
 
 
+def require_new(path: Path) -> None:
+    """See, before long work, that a file or directory can be made there in the end; its parent is made.
+
+    Raises:
+        ConfigError: something is there already, or it cannot be made.
+    """
+    if os.path.lexists(path):
+        raise ConfigError(f"{path} exists already", mend="name one that does not exist yet, or move that away")
+    require_place(path)
+
+
+def require_place(path: Path) -> None:
+    """See, before long work, that a file can be written there in the end, be it in another's place.
+
+    Raises:
+        ConfigError: it is a directory, or nothing can be made there.
+    """
+    probe = _partial(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", mend="name another place") from error
+
+
 def remember_text(path: Path, text: str) -> bool:
     """Write what only spares work later; where that cannot be done the log says so, and the answer is False."""
     try:
@@ -88,6 +116,11 @@ def remember_text(path: Path, text: str) -> bool:
         logger.warning("not remembered: %s", cause_of(error))
         return False
     return True
+
+
+def no_room(error: OSError) -> bool:
+    """Whether it is a full disk, or a quota."""
+    return error.errno in _FULL
 
 
 def may_not_write(error: OSError) -> bool:
@@ -204,9 +237,20 @@ class VerifiedCache:
             logger.debug("verification cache %s not written: %s", self._path, error)
 
 
+def open_lock(path: Path) -> int:
+    """Descriptor of a lock file, made where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
 @contextlib.contextmanager
 def file_lock(
-    path: Path, waiting_for: str, *, shared: bool = False, look: Callable[[], None] | None = None
+    path: Path,
+    waiting_for: str,
+    *,
+    shared: bool = False,
+    look: Callable[[], None] | None = None,
+    even_full: bool = False,
 ) -> Iterator[None]:
     """Flock that dies with its holder (also on kill -9). Not reentrant. The lock file stays.
 
@@ -215,14 +259,23 @@ def file_lock(
     Args:
         shared: beside others that share it, and apart from whoever does not.
         look: called now and then while it waits; what it raises ends the wait.
+        even_full: go on without the lock where a full disk has no room for its file: for who only reads or deletes.
 
     Raises:
         StoreError: the lock file cannot be made.
     """
     mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    descriptor = None
     with storage_errors(path, "taking a lock"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            descriptor = open_lock(path)
+        except OSError as error:
+            if not even_full or not no_room(error):
+                raise
+    if descriptor is None:
+        logger.warning("the disk is full, and has no room for a lock: nothing keeps others off %s", waiting_for)
+        yield
+        return
     try:
         if not _taken(descriptor, mode):
             logger.info("waiting for another process: %s", waiting_for)
@@ -249,9 +302,18 @@ def _taken(descriptor: int, mode: int) -> bool:
 
 
 def discard(path: Path, trash: Path) -> None:
-    """Move a directory out of sight at once, then delete it: nobody meets it half deleted."""
-    trash.mkdir(parents=True, exist_ok=True)
+    """Move a directory out of sight at once, then delete it: nobody meets it half deleted.
+
+    A full disk may have no room for that move: then it is deleted where it is.
+    """
     grave = trash / uuid.uuid4().hex
-    with contextlib.suppress(FileNotFoundError):
+    try:
+        trash.mkdir(parents=True, exist_ok=True)
         path.rename(grave)
-        shutil.rmtree(grave, ignore_errors=True)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if not no_room(error):
+            raise
+        grave = path
+    shutil.rmtree(grave, ignore_errors=True)

@@ -238,21 +238,26 @@ class Store:
     def remove(self, ref: ArtifactRef) -> None:
         """Delete an artifact; removing what is gone already is fine."""
         name = _ref_name(ref)
-        with file_lock(self._lock(name, "publish"), f"removal of {name}"):
+        with file_lock(self._lock(name, "publish"), f"removal of {name}", even_full=True):
             if self._remote is not None:
                 self._remote.remove(name)
             else:
                 discard(self._root / name, self._trash)
 
     def sweep(self, ref: ArtifactRef) -> bool:
-        """Delete an artifact that nobody uses or makes at this moment; False, and it stays, where somebody does."""
+        """Delete an artifact that nobody uses or makes at this moment.
+
+        Returns: False where somebody does, or where another version stands in its place: that stays.
+        """
         name = _ref_name(ref)
         with only_holder(*(self._lock(name, purpose) for purpose in ("use", "flight"))) as free:
-            if free:
-                self.remove(ref)
-                if self._remote is not None:
-                    discard(self._scratch / "downloads" / ref.kind / ref.digest, self._trash)
-        return free
+            found = self._read(name) if free else None
+            if found is None or found.digest != ref.digest:
+                return False
+            self.remove(ref)
+            if self._remote is not None:
+                discard(self._scratch / "downloads" / ref.kind / ref.digest, self._trash)
+        return True
 
     def busy(self, kind: str, input_digest: str) -> bool:
         """Whether somebody uses or makes this artifact at this moment."""

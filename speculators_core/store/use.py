@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from speculators_core.store.files import may_not_write, storage_errors
+from speculators_core.store.files import may_not_write, no_room, open_lock, storage_errors
 
 
 def lock_file(locks: Path, name: str, purpose: str) -> Path:
@@ -35,8 +35,7 @@ class Uses:
             path = lock_file(self._locks, name, "use")
             with storage_errors(path, "noting that an artifact is in use"):
                 try:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                    descriptor = open_lock(path)
                 except OSError as error:
                     if may_not_write(error):
                         return
@@ -51,16 +50,18 @@ def only_holder(*paths: Path, create: bool = True) -> Iterator[bool]:
     """Hold several locks exclusively, if nobody else holds any of them: True; else False, and none is held.
 
     Without `create` a lock file that is not there is nobody's: a mere look leaves no file, whose time would count as
-    a use.
+    a use. Nor is one that a full disk has no room for.
     """
     held: dict[str, int] = {}
     free = True
     try:
         for path in paths if create else [path for path in paths if path.exists()]:
-            if create:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            how = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
-            held[str(path)] = os.open(path, how | os.O_CLOEXEC, 0o644)
+            try:
+                held[str(path)] = open_lock(path) if create else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                if not no_room(error):
+                    raise
+                continue
             try:
                 fcntl.flock(held[str(path)], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
