@@ -41,7 +41,7 @@ def gc(
         print(done.model_dump_json(indent=2))
         return
     show_plan(done.plan, as_json=False)
-    print(f"deleted {len(done.deleted)} of {len(done.plan.deletions)}; in use by now: {', '.join(done.left) or 'none'}")
+    print(f"deleted {len(done.deleted)} of {len(done.plan.deletions)}; wanted by now: {', '.join(done.left) or 'none'}")
 
 
 def pin(

@@ -16,7 +16,7 @@ from speculators_core.errors import ConfigError, RegistryError, StoreError
 from speculators_core.lifecycle.matrix import cells
 from speculators_core.lifecycle.plan import MADE_OF, MadeOf
 from speculators_core.lifecycle.promotion import CHAMPION, audit_log, served_by
-from speculators_core.lifecycle.retention import Item, Plan, Root, plan_sweep
+from speculators_core.lifecycle.retention import Item, Line, Plan, Root, plan_sweep
 from speculators_core.locks import named_lock
 from speculators_core.stages.states import RECORDS
 from speculators_core.store import Store, write_atomic
@@ -45,8 +45,12 @@ class Pin(StrictModel):
 _PINS = TypeAdapter(tuple[Pin, ...])
 
 
+_LOOK_AGAIN_S = 5.0
+"""For how long a sweep believes what it saw of registry and store."""
+
+
 class Swept(StrictModel):
-    """What a sweep did: its plan, and what of it was left because somebody had begun to use it."""
+    """What a sweep did: its plan, and what of it was left because by then somebody used it, or wanted it kept."""
 
     plan: Plan
     deleted: tuple[str, ...]
@@ -73,34 +77,49 @@ def collect(*, keep_days: float, quota_bytes: int | None = None) -> Swept:
     """Plan and delete, one sweep at a time.
 
     Each artifact goes out of sight by one rename before its files are deleted; what a killed sweep left half deleted
-    is deleted by the next. Somebody who begins to use an artifact meanwhile keeps it.
+    is deleted by the next. Who begins to use an artifact meanwhile, registers, promotes or pins it, keeps it: the list
+    of pins is read again before every deletion, and everything else every few seconds. It works on a full disk.
+
+    Raises:
+        RegistryError: MLflow is away, from the beginning or by now; what was deleted until then is in the log.
     """
-    with named_lock(settings().locks, "gc"):
+    with named_lock(settings().locks, "gc", even_full=True):
         store = open_store(settings())
         store.empty_trash()
         shutil.rmtree(_trash(), ignore_errors=True)
         plan = plan_gc(keep_days=keep_days, quota_bytes=quota_bytes)
-        refs = {_name(ref): ref for ref in store.artifacts()}
+        going, looked = {(line.name, line.digest) for line in plan.deletions}, time.monotonic()
         deleted: list[str] = []
         left: list[str] = []
         for line in plan.deletions:
-            if line.name in refs and refs[line.name].digest == line.digest:
-                gone = store.sweep(refs[line.name])
-            elif line.name.startswith("work/"):
-                gone = store.sweep_workspace(*line.name.split("/")[1:])
-            elif line.name.startswith(f"{FETCHED}/"):
-                with sole_user(settings(), line.name.removeprefix(f"{FETCHED}/")) as gone:
-                    if gone:
-                        discard(settings().home / line.name, _trash())
-            elif line.name.startswith(f"{RECORDS}/"):
-                gone = not _stages_run(store)
-                if gone:
-                    discard(settings().home / line.name, _trash())
-            else:
-                gone = False  # replaced meanwhile: another artifact, which this plan has not seen
+            if time.monotonic() - looked > _LOOK_AGAIN_S:
+                again = plan_gc(keep_days=keep_days, quota_bytes=quota_bytes)
+                going, looked = {(line.name, line.digest) for line in again.deletions}, time.monotonic()
+            with named_lock(settings().locks, "pins", even_full=True):
+                pins = read_pins(settings().home)
+                pinned = any(line.name == pin.name or line.digest == pin.digest for pin in pins)
+                gone = not pinned and (line.name, line.digest) in going and _delete(store, line)
             (deleted if gone else left).append(line.name)
             log.info("gc %s %s", "deleted" if gone else "left", line.name)
     return Swept(plan=plan, deleted=tuple(deleted), left=tuple(left))
+
+
+def _delete(store: Store, line: Line) -> bool:
+    """Delete what a plan's line names; False, and it stays, where somebody uses it."""
+    folder, *rest = line.name.split("/")
+    if folder == "work":
+        return store.sweep_workspace(*rest)
+    path = settings().home / line.name
+    if folder == FETCHED:
+        with sole_user(settings(), *rest) as free:
+            if free:
+                discard(path, _trash())
+        return free
+    if folder == RECORDS:
+        if free := not _stages_run(store):
+            discard(path, _trash())
+        return free
+    return store.sweep(ArtifactRef(kind=folder, uri=f"{store.root}/{line.name}", digest=line.digest))
 
 
 def list_items(store: Store) -> Iterator[Item]:
@@ -202,9 +221,9 @@ def pin(reference: str, *, why: str = "") -> Pin:
     Raises:
         ConfigError: the reference names no artifact, or several.
     """
-    ref = resolve(open_store(settings()), reference)
-    added = Pin(name=_name(ref), digest=ref.digest, why=why, when=datetime.now(UTC).isoformat(timespec="seconds"))
-    with named_lock(settings().locks, "pins"):
+    with named_lock(settings().locks, "pins"):  # gc deletes nothing meanwhile: what is confirmed is there
+        ref = resolve(open_store(settings()), reference)
+        added = Pin(name=_name(ref), digest=ref.digest, why=why, when=datetime.now(UTC).isoformat(timespec="seconds"))
         others = [one for one in read_pins(settings().home) if one.digest != added.digest]
         _write_pins(settings().home, [*others, added])
     return added

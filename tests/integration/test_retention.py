@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 from speculators_core.errors import ConfigError, RegistryError, StoreError
 from speculators_core.lifecycle.plan import MADE_OF, MadeOf
 from speculators_core.lifecycle.promotion import CHAMPION, promote
+from speculators_core.lifecycle.retention import Plan
 from speculators_core.store import Store
 from speculators_core.types import ArtifactRef
 from tasks import retention
@@ -22,6 +24,7 @@ from tasks.adapters.registry import DraftRegistry, VersionFacts
 from tasks.adapters.settings import settings
 from tasks.observe import tracking
 from tasks.versions import fetch_draft
+from tests.full_disk import full_disk
 
 KEEP_DAYS = 14.0
 
@@ -151,6 +154,48 @@ def test_a_lineage_that_cannot_be_read_to_its_end_stops_the_sweep(home: Path) ->
         retention.collect(keep_days=KEEP_DAYS)
     assert names(home) == before
     manifest.write_text(whole)
+
+
+def test_what_is_pinned_or_registered_after_the_plan_was_made_stays(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {kind: publish(kind, f"late-{kind}") for kind in ("states", "draft", "evaluation")}
+    publish("training", "late-training")
+    grow_old(home)
+    before, planned = names(home), retention.plan_gc
+    plans: list[Plan] = []
+
+    def plan(**how: float | None) -> Plan:
+        plans.append(planned(**how))
+        if len(plans) == 1:
+            retention.pin("states/late-states")
+            register("late", kept["draft"], kept["evaluation"])
+            grow_old(home)
+        return plans[-1]
+
+    monkeypatch.setattr(retention, "plan_gc", plan)
+    monkeypatch.setattr(retention, "_LOOK_AGAIN_S", 0.0)
+    done = retention.collect(keep_days=KEEP_DAYS)
+    late = {line.name.split("/")[-1] for line in plans[0].deletions if "late" in line.name}
+    assert late == {"late-states", "late-draft", "late-evaluation", "late-training"}
+    assert before - names(home) == {name.split("/")[-1] for name in done.deleted}
+    assert {name.split("/")[-1] for name in done.left} >= {f"late-{kind}" for kind in kept}
+    assert "training/late-training" in done.deleted
+    retention.unpin("states/late-states")
+
+
+def test_a_full_disk_can_be_swept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("states", "draft"):
+        publish(kind, f"heavy-{kind}")
+    retention.open_store(settings()).workspace("states", "heavy-left")
+    grow_old(home)
+    shutil.rmtree(home / "store" / ".work" / ".trash", ignore_errors=True)
+    for lock in [*(home / "locks").glob("*"), *(home / "store" / ".locks").glob("*heavy*")]:
+        lock.unlink()
+    with full_disk(monkeypatch):
+        done = retention.collect(keep_days=KEEP_DAYS)
+    assert {"states/heavy-states", "draft/heavy-draft", "work/states/heavy-left"} <= set(done.deleted)
+    assert not [name for name in names(home) if "heavy" in name]
 
 
 def test_pins_name_one_artifact(home: Path) -> None:
