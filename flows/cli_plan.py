@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -179,7 +180,6 @@ def apply(
 def show_plan(found: Plan) -> None:
     """A plan for people."""
     from speculators_core.lifecycle.changes import MEANING
-    from speculators_core.lifecycle.plan import total
 
     print(f"{found.deployment}: {found.action}: {MEANING[found.action]}")
     for reason in found.reasons:
@@ -197,16 +197,26 @@ def show_plan(found: Plan) -> None:
         print_table(table)
         certain = [stage for stage in found.stages if stage.state == "run"]
         for label, stages in (("will run", certain), ("at most", found.to_run)):
-            seconds, cost = total(stages, "seconds"), total(stages, "cost")
-            if seconds is not None and (stages is certain or len(stages) > len(certain)):
-                print(f"{label:12} {duration(seconds)}{'' if cost is None else f', {cost:.2f}'}")
+            if (told := sum_of(stages)) and (stages is certain or len(stages) > len(certain)):
+                print(f"{label:12} {told}")
     for note in found.notes:
         print(f"note         {note}")
 
 
+def sum_of(stages: Sequence[PlannedStage]) -> str:
+    """Time and cost of several stages; says so where something in it is unknown. Empty where nothing takes long."""
+    from speculators_core.lifecycle.plan import total
+
+    seconds, cost = total(stages, "seconds"), total(stages, "cost")
+    known = "" if seconds is None else duration(seconds) + ("" if cost is None else f", {cost:.2f}")
+    if not any(stage.untimed for stage in stages):
+        return known
+    return f"unknown; at least {known}" if known else "unknown"
+
+
 def numbers(stage: PlannedStage) -> tuple[str, str, str, str]:
     """Tokens, bytes, time and cost of a stage; `?` where a stage will run and nothing was measured yet."""
-    unknown = "" if stage.done else "?"
+    unknown = "?" if stage.untimed else ""
     return (
         "" if stage.tokens is None else f"{stage.tokens:,}",
         "" if stage.num_bytes is None else f"{stage.num_bytes / 1e9:.2f} GB",

@@ -8,7 +8,7 @@ from typing import Any
 
 from speculators_core import stages
 from speculators_core.lifecycle.changes import Action
-from speculators_core.lifecycle.plan import Estimate, PlannedStage, why_missing
+from speculators_core.lifecycle.plan import RELEASE, Estimate, PlannedStage, why_missing
 from speculators_core.run import NotProduced, Run, StageResult
 from speculators_core.stages.expected import capture_estimate, train_estimate
 from speculators_core.types import StrictModel
@@ -98,7 +98,7 @@ class Planner:
                 planned.append(PlannedStage(name=name, state="cached", why="in the store"))
             except NotProduced as error:
                 planned.append(self._estimated(name, self._why(error)))
-        planned.append(PlannedStage(name="register and promote", state="run", why="the gate decides, every time"))
+        planned.append(PlannedStage(name=RELEASE, state="run", why="the gate decides, every time"))
         return planned
 
     def _why(self, error: NotProduced) -> str:

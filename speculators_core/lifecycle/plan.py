@@ -21,6 +21,8 @@ from speculators_core.verifier.fingerprint import PARTS
 FORMAT = 1
 MADE_OF = "made_of"
 """Key of a manifest's meta under which `MadeOf` is kept."""
+RELEASE = "register and promote"
+"""Name of a plan's last step, which is quick and never timed."""
 StageState = Literal["cached", "skipped", "run", "if needed"]
 
 
@@ -42,6 +44,11 @@ class PlannedStage(StrictModel):
     def done(self) -> bool:
         """Whether nothing is to be done for it."""
         return self.state in ("cached", "skipped")
+
+    @property
+    def untimed(self) -> bool:
+        """Whether it will take time that nothing measured can tell."""
+        return not self.done and self.seconds is None and self.name != RELEASE
 
     @property
     def amount(self) -> Amount:
