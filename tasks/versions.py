@@ -27,6 +27,7 @@ from speculators_core.types import StrictModel
 from speculators_core.verifier.fingerprint import describe_location
 from tasks.adapters.aliases import MlflowAliases
 from tasks.adapters.fetched import use_fetched
+from tasks.adapters.redaction import redact
 from tasks.adapters.registry import DRAFT_TAG, DraftRegistry
 from tasks.adapters.settings import Settings, settings
 from tasks.events import DraftPromoted, DraftRolledBack
@@ -250,9 +251,14 @@ def require_version(aliases: MlflowAliases, model: str, version: str) -> dict[st
 
 
 def no_such(aliases: MlflowAliases, model: str) -> ConfigError:
-    """The error for a model that nobody registered; names those there are."""
-    known = ", ".join(aliases.models()) or "none"
-    return ConfigError(f"no model {model!r} is registered", mend=f"registered models: {known}")
+    """The error for a model that nobody registered; names those there are, or where none is."""
+    what = f"no model {model!r} is registered"
+    if known := aliases.models():
+        return ConfigError(what, mend=f"registered models: {', '.join(known)}")
+    return ConfigError(
+        f"{what}: nothing is, yet, at {redact(settings().tracking_uri)}",
+        mend="run `draftsmith retrain RECIPE`, or set MLFLOW_TRACKING_URI to where the drafts are registered",
+    )
 
 
 def check_pair(tags: Mapping[str, str], model: str, version: str, *, verifier: str | None, must_match: bool) -> str:

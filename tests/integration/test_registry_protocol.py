@@ -435,6 +435,17 @@ def test_a_name_that_nobody_registered_is_wrong_input_and_told(home: Path, verif
         RegistrySource(chat, "night", HERE).wanted()
 
 
+def test_where_nothing_is_registered_yet_the_address_is_told_without_its_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = read_settings({"MLFLOW_TRACKING_URI": "postgresql://draftsmith:hunt-er2@db/mlflow"})
+    monkeypatch.setattr(versions, "settings", lambda: elsewhere)
+    empty = MlflowAliases(Tracking(read_settings({"DRAFTSMITH_HOME": str(tmp_path)})), actor="test")
+    told = str(versions.no_such(empty, "chat"))
+    assert "nothing is, yet, at postgresql://" in told and "hunt-er2" not in told
+    assert "draftsmith retrain RECIPE" in told and "MLFLOW_TRACKING_URI" in told
+
+
 def test_what_serving_takes_back_moves_only_where_it_still_is_the_champion(
     home: Path, verifier: Path, chat: str
 ) -> None:
