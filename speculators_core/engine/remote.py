@@ -7,15 +7,17 @@ the one that wrote it.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from hs_connectors.contract import NORM_POINT, Reader
 from hs_connectors.errors import ConnectorError
+from hs_connectors.registry import SHARED, added_names
 from speculators_core.engine.metrics import parse_prometheus
 from speculators_core.errors import ConfigError, EngineError
 from speculators_core.types import StrictModel
@@ -25,10 +27,27 @@ _CLOCK_S = 5.0
 """Part of a second that two clocks of one machine may differ, with room to spare."""
 
 
+def _known_backend(name: str) -> str:
+    """The name; ValueError with the nearest where no backend that reaches another process has it."""
+    if name in SHARED or name in (added := added_names()):
+        return name
+    known = sorted({*SHARED, *added})
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"no backend by which an engine hands out states is called {name!r}; {hint}known: {', '.join(known)}"
+    )
+
+
+BackendName = Annotated[str, AfterValidator(_known_backend)]
+BACKEND_NAMES = f"{', '.join(SHARED)}, or one that another distribution adds to hs_connectors"
+"""The values of a `BackendName`, for descriptions."""
+
+
 class RecordStore(StrictModel):
     """Where a server puts its records: a backend of hs_connectors, as seen from this machine."""
 
-    backend: str = Field("file", description="backend of hs_connectors that the server writes to")
+    backend: BackendName = Field("file", description=f"what the server writes to: {BACKEND_NAMES}")
     config: dict[str, Any] = Field(description='its settings here; for "file": {root: a directory both can reach}')
 
     def reader(self) -> Reader:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
-from speculators_core.engine.remote import CaptureTerms
+from speculators_core.engine.remote import BACKEND_NAMES, BackendName, CaptureTerms
 from speculators_core.engine.runtime import Runtime
 from speculators_core.types import StrictModel
 
@@ -21,13 +21,15 @@ class CaptureConfig(StrictModel):
     runtime: Runtime | None = Field(
         None, description="the vLLM that captures, where it is another than the recipe's `runtime`"
     )
-    backend: str = Field("file", description="how records travel from the engine: a backend of hs_connectors")
+    backend: BackendName = Field("file", description=f"how records travel from the engine: {BACKEND_NAMES}")
     backend_config: dict[str, Any] = Field(
         default_factory=dict,
         description="the backend's settings; empty with `file`: a directory in the workspace; with `shm` and "
         "`mooncake`: a store on this host that lives as long as the engines",
     )
-    codec: str = Field("none", description="how states are encoded on the way")
+    codec: Literal["none", "fp8"] = Field(
+        "none", description="how states are encoded on the way; fp8 takes half the bytes of bfloat16"
+    )
     concurrency: int = Field(32, ge=1, description="requests in flight at once")
     max_num_seqs: int = Field(16, ge=1, description="sequences in one engine step")
     max_num_batched_tokens: int | None = Field(

@@ -22,17 +22,19 @@ ENTRY_POINT_GROUP = "hs_connectors.backends"
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """Where a backend's class is ("module:Class"), what it needs installed, and the option that an address names."""
+    """Where a backend's class is ("module:Class"), what it needs installed, the option that an address names, and
+    whether another process finds the records."""
 
     target: str
     install: str
     option: str | None = None
+    shared: bool = True
 
 
 BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
     {
         "file": BackendEntry("hs_connectors.backends.file:FileBackend", "nothing", "root"),
-        "memory": BackendEntry("hs_connectors.backends.memory:MemoryBackend", "nothing", "space"),
+        "memory": BackendEntry("hs_connectors.backends.memory:MemoryBackend", "nothing", "space", shared=False),
         "mooncake": BackendEntry(
             "hs_connectors.backends.mooncake:MooncakeBackend",
             "draftsmith-hs-connectors[mooncake], and Debian's libcurl4, libibverbs1 and librdmacm1",
@@ -42,6 +44,13 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
         "shm": BackendEntry("hs_connectors.backends.shm:ShmBackend", "nothing", "space"),
     }
 )
+SHARED = tuple(name for name, entry in BACKENDS.items() if entry.shared)
+"""Those of ours by which an engine reaches a reader."""
+
+
+def added_names() -> frozenset[str]:
+    """Backends that other distributions add."""
+    return frozenset(entry_points(group=ENTRY_POINT_GROUP).names) - BACKENDS.keys()
 
 
 def open_backend(name: str, config: Mapping[str, Any]) -> Backend:
