@@ -49,7 +49,10 @@ class DataConfig(StrictModel):
     min_supervised_tokens: int = Field(1, ge=1, description="Rows with fewer tokens by the verifier are dropped.")
     validation_share: float = Field(0.05, ge=0.0, lt=0.5, description="Share of the conversations for validation.")
     evaluation_prompts: int = Field(
-        128, ge=0, description="Prompts held back for measuring acceptance: in neither training nor validation."
+        128,
+        ge=0,
+        description="Prompts held back for measuring acceptance: in neither training nor validation; at most a quarter "
+        "of the conversations.",
     )
     seed: int = Field(0, ge=0, description="Seed of the draws; equal seeds and data give equal rows.")
     template_kwargs: dict[str, Any] = Field(

@@ -124,8 +124,8 @@ def require_prompts(recipe: Recipe, dataset: StageResult) -> StageResult:
     if usable < needed:
         raise ConfigError(
             f"{held_back} prompts are held back and {usable} of them evaluated, but gate.min_prompts asks for {needed}",
-            mend="add conversations, raise data.evaluation_prompts and evaluation.max_prompts, or lower "
-            "gate.min_prompts",
+            mend="add conversations (at most a quarter of them is held back), raise data.evaluation_prompts and "
+            "evaluation.max_prompts, or lower gate.min_prompts",
         )
     return dataset
 

@@ -95,7 +95,9 @@ def test_the_state_root_is_where_it_was_asked_to_be(tmp_path: Path) -> None:
     if not (ROOT / ".draftsmith" / "verifiers").exists():
         pytest.skip("the demo's verifier is made by `make verifier`")
     assert done.returncode == 0, done.stderr
-    assert "<|im_start|>" in done.stdout
+    assert "<|im_start|>" in done.stdout and "⟦written by the verifier⟧" in done.stdout, "no colours in a pipe"
+    *_, last = done.stdout.splitlines()
+    assert last.startswith("read ") and "used 8, left out: beyond_max_rows" in last
     assert (tmp_path / "home" / "prefect").is_dir() and list((tmp_path / "home" / "store" / "dataset").iterdir())
 
 
