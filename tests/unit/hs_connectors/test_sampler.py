@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -91,7 +90,7 @@ def test_a_permitted_conversation_is_kept_as_a_source_reads_it(
 
     (line,) = sample(answer)
     assert line["conversations"] == [*MESSAGES, {"role": "assistant", "content": "Hello Ada"}]
-    (conversation,) = read_conversations([str(tmp_path / "kept")], Counter())
+    (conversation,) = read_conversations([str(tmp_path / "kept")])
     assert conversation.domain == "served" and conversation.messages[-1]["content"] == "Hello Ada"
 
 
