@@ -8,7 +8,8 @@ and plain containers only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from speculators_core.errors import FormatError, VerifierError
 from speculators_core.formats.directory import CONFIG, MASK_EMBEDDING, read_config
-from speculators_core.verifier.weights import locate
+from speculators_core.verifier.weights import INDEX, locate
 
 if TYPE_CHECKING:
+    from safetensors import safe_open
     from torch import Tensor
 
 PICKLED = (".bin", ".pt", ".pth")
@@ -51,29 +53,23 @@ class Source:
         return frozenset(self._located if pickled is None else self._unpickled(pickled))
 
     def digest(self) -> str:
-        """sha256 over config and weights, wherever the directory lies."""
+        """sha256 over every file that is read, wherever the directory lies. FormatError where there are no weights."""
         digest = hashlib.sha256()
-        kept = (".safetensors", *PICKLED)
-        files = (path for path in self.directory.iterdir() if path.name == CONFIG or path.suffix in kept)
-        for path in sorted(files):
+        for path in sorted({self.directory / CONFIG, *self._weights()}):
             with path.open("rb") as file:
-                digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+                name = path.relative_to(self.directory).as_posix()
+                digest.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
         return digest.hexdigest()
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors on the CPU, and the mask's own embedding where a DFlash draft keeps it in a file of its own."""
-        from safetensors import SafetensorError, safe_open
-
         pickled = self._pickled()
         if pickled is not None:
             return dict(self._unpickled(pickled))
         found: dict[str, Tensor] = {}
         for file in sorted(set(self._located.values())):
-            try:
-                with safe_open(file, framework="pt") as opened:
-                    found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 — not a mapping
-            except SafetensorError as error:
-                raise FormatError(f"{file} is torn or not safetensors: {error}", mend="copy it again") from error
+            with _opened(file) as opened:
+                found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 — not a mapping
         mask = self.directory / MASK_EMBEDDING
         if mask.is_file() and "mask_embedding" not in found:
             content = self._unpickled(mask)
@@ -82,17 +78,49 @@ class Source:
             found["mask_embedding"] = content["embedding" if "embedding" in content else ""]
         return found
 
+    def _weights(self) -> list[Path]:
+        """The files that `tensors` reads, and the index that names them."""
+        pickled = self._pickled()
+        if pickled is not None:
+            return [pickled]
+        beside = (self.directory / INDEX, self.directory / MASK_EMBEDDING)
+        return [*self._located.values(), *(path for path in beside if path.is_file())]
+
     @cached_property
     def _located(self) -> Mapping[str, Path]:
+        """Tensor name -> the file that holds it; FormatError where an index and the files contradict each other."""
         try:
-            return locate(self.directory)
+            located = locate(self.directory)
+            if (self.directory / INDEX).is_file():
+                self._check_index(located)
         except VerifierError as error:
             raise FormatError(error.what, mend=error.mend) from error
+        return located
+
+    def _check_index(self, indexed: Mapping[str, Path]) -> None:
+        held = set[tuple[str, Path]]()
+        for path in set(indexed.values()):
+            with _opened(path) as opened:
+                held |= {(name, path) for name in opened.keys()}  # noqa: SIM118 — not a mapping
+        problems = [
+            f"{found} {', '.join(f'{name} in {path.name}' for name, path in sorted(pairs)[:3])}"
+            for found, pairs in (
+                ("it names, where there is none,", indexed.items() - held),
+                ("it leaves out", held - indexed.items()),
+            )
+            if pairs
+        ]
+        if problems:
+            raise FormatError(
+                f"{self.directory / INDEX} contradicts the weights: {'; '.join(problems)}",
+                mend="copy index and weights again, from one source; where the weights lie in one file, remove the "
+                "index",
+            )
 
     def _pickled(self) -> Path | None:
         """The pickled file that holds the weights; None where safetensors do."""
         files = sorted(path for path in self.directory.iterdir() if path.is_file())
-        if any(path.suffix == ".safetensors" for path in files):
+        if any(path.suffix == ".safetensors" or path.name == INDEX for path in files):
             return None
         pickled = [path for path in files if path.suffix in PICKLED and path.name != MASK_EMBEDDING]
         if len(pickled) > 1:
@@ -126,3 +154,15 @@ class Source:
         if not plain:
             raise FormatError(f"{path} holds no tensors by name")
         return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[safe_open]:
+    """A safetensors file; FormatError where it is torn."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise FormatError(f"{file} is torn or not safetensors: {error}", mend="copy it again") from error

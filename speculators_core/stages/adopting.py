@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speculators_core.errors import ConfigError
+from speculators_core.errors import ConfigError, FormatError
 from speculators_core.run import Run, StageResult, produce
 from speculators_core.stages.versions import VERSIONS
 from speculators_core.store import emptied, input_digest
@@ -23,6 +23,7 @@ def convert(run: Run, source: str, options: ConvertOptions) -> StageResult:
 
     Raises:
         ConfigError: the draft is of another algorithm than the recipe; and as `convert.read_foreign`.
+        FormatError: somebody wrote to it meanwhile.
     """
     from speculators_core.convert.fetch import fetch_source
 
@@ -37,7 +38,10 @@ def convert(run: Run, source: str, options: ConvertOptions) -> StageResult:
     def build(workspace: Path) -> dict[str, Any]:
         from speculators_core.convert import convert as write
 
-        done = write(found, emptied(workspace), run.verifier, run.published_name, options)
+        read = fetch_source(source, home=run.home, allow_bin=options.allow_bin)
+        done = write(read, emptied(workspace), run.verifier, run.published_name, options)
+        if read.digest() != inputs["source"]:
+            raise FormatError(f"{source} changed while it was read", mend="run the same command again")
         told = done.model_dump(mode="json", include={"algorithm", "layout", "notes"})
         return {"verifier": run.published_name, **told}
 

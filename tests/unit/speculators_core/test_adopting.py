@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,23 @@ def test_a_draft_is_converted_once_wherever_it_lies(tmp_path: Path, source: Path
     assert again.cached and again.ref == first.ref
     other = stages.convert(run, str(moved), ConvertOptions(aux_layers=(1, 4, 6)))
     assert not other.cached and other.ref != first.ref
+
+
+def test_a_draft_that_changes_while_it_is_read_is_not_adopted(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, fly = run_for(tmp_path), Store.single_flight
+
+    def slow_flight(store: Store, kind: str, digest: str) -> AbstractContextManager[None]:
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+        return fly(store, kind, digest)
+
+    with monkeypatch.context() as patch, pytest.raises(FormatError, match=r"theirs changed while it was read"):
+        patch.setattr(Store, "single_flight", slow_flight)
+        stages.convert(run, str(source), ConvertOptions())
+    assert not [*run.store.artifacts()]
+    stages.convert(run, str(source), ConvertOptions())
 
 
 def test_what_cannot_be_adopted_leaves_no_draft(tmp_path: Path, source: Path) -> None:

@@ -173,6 +173,47 @@ def test_files_that_an_index_names_and_that_are_torn(tmp_path: Path) -> None:
         Source(source).tensors()
 
 
+def indexed(directory: Path, weight_map: Mapping[str, str]) -> Path:
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(weight_map)}))
+    return directory
+
+
+def test_an_index_that_contradicts_its_files_is_refused(verifier: Path, tmp_path: Path) -> None:
+    config, tensors = CHECKPOINTS["safeai"]
+    source, told = foreign.write(tmp_path / "theirs", config, tensors), dict.fromkeys(tensors, "model.safetensors")
+    read_foreign(Source(indexed(source, told)), verifier, None, ConvertOptions())
+    first = min(told)
+    less = {name: file for name, file in told.items() if name != first}
+    for wrong, says in (
+        ({"zz": "model.safetensors"}, "names, where there is none, zz in model.safetensors; it leaves out"),
+        ({**told, "zz": "model.safetensors"}, "contradicts the weights: it names, where there is none, zz"),
+        (less, f"contradicts the weights: it leaves out {first} in model"),
+    ):
+        with pytest.raises(FormatError, match=says) as caught:
+            read_foreign(Source(indexed(source, wrong)), verifier, None, ConvertOptions())
+        assert caught.value.mend
+
+
+def test_the_digest_covers_what_is_read_and_nothing_else(verifier: Path, tmp_path: Path) -> None:
+    config, tensors = CHECKPOINTS["safeai"]
+    source = foreign.write(tmp_path / "theirs", config, tensors)
+    (source / "sub").mkdir()
+    (source / "model.safetensors").rename(source / "sub" / "m.safetensors")
+    indexed(source, dict.fromkeys(tensors, "sub/m.safetensors"))
+    read_foreign(Source(source), verifier, None, ConvertOptions())
+    (source / "optimizer.bin").write_bytes(b"nobody reads this")
+    first = Source(source).digest()
+    (source / "optimizer.bin").unlink()
+    assert Source(source).digest() == first
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, source / "sub" / "m.safetensors")
+    second = Source(source).digest()
+    save_file(tensors, source / "sub" / "n.safetensors")
+    indexed(source, dict.fromkeys(tensors, "sub/n.safetensors"))
+    third = Source(source).digest()
+    (source / "mask_embedding.pt").write_bytes(b"read beside the weights")
+    assert len({first, second, third, Source(source).digest()}) == 4
+
+
 def test_a_pipe_is_no_config(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(FormatError, match=r"holds no config\.json"):
