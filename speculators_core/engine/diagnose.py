@@ -149,13 +149,13 @@ CAUSES: tuple[Cause, ...] = (
         "no_vllm",
         r"No module named '?vllm'?(?:$|\s)",
         "there is no vLLM in this interpreter",
-        "`make setup`, or point the runtime's `python` at an interpreter that has vLLM",
+        "point `python` at an interpreter that has vLLM, e.g. .venv-vllm/bin/python, which `make setup` makes",
     ),
     _cause(
         "import",
         r"ModuleNotFoundError|ImportError",
         "the runtime's environment is not whole",
-        "`make setup` repairs it",
+        "`make setup` repairs .venv-vllm; into an interpreter of your own, install vLLM anew",
     ),
 )
 """Known causes, the most telling first; each is searched in errors before it is searched in the whole log."""

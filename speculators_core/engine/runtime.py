@@ -32,7 +32,7 @@ def version(name):
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-import torch, vllm
+import vllm, torch
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 device = current_platform.device_type
@@ -208,7 +208,10 @@ def ask_interpreter(
         if line.startswith("DRAFTSMITH"):
             return line.removeprefix("DRAFTSMITH")
     diagnosis = diagnose(answer.stderr)
-    raise EngineError(f"no vLLM could be imported by {python}: {diagnosis.describe()}", mend=diagnosis.mend)
+    raise EngineError(
+        f"no vLLM could be imported by {python}: {diagnosis.what}\n  {diagnosis.error or diagnosis.tail}",
+        mend=diagnosis.mend,
+    )
 
 
 def _ask_server(url: str, store: RecordStore | None) -> RuntimeInfo:

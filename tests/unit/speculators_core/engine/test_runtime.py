@@ -67,9 +67,11 @@ def test_a_missing_interpreter_teaches(tmp_path: Path) -> None:
 
 
 def test_an_interpreter_without_vllm_teaches(tmp_path: Path) -> None:
-    python = interpreter(tmp_path, "echo \"ModuleNotFoundError: No module named 'vllm'\" >&2; exit 1\n")
-    with pytest.raises(EngineError, match="no vLLM in this interpreter"):
+    python = interpreter(tmp_path, 'PYTHONPATH= exec /usr/bin/python3 -S "$@"\n')  # has neither vLLM nor torch
+    with pytest.raises(EngineError) as raised:
         probe_runtime(Runtime(python=str(python)))
+    assert raised.value.what.endswith("no vLLM in this interpreter\n  ModuleNotFoundError: No module named 'vllm'")
+    assert "an interpreter that has vLLM, e.g. .venv-vllm/bin/python" in str(raised.value.mend)
 
 
 def test_a_url_where_nobody_answers_teaches() -> None:
