@@ -97,9 +97,9 @@ def check_prompts(
     """
     found = _Comparison()
     for conversation in islice(conversations, sample):
-        if (messages := _opening(conversation)) is None:
+        if (opening := _opening(conversation, template)) is None:
             continue
-        ours = template.ids(messages, tools=conversation.tools, add_generation_prompt=True)
+        messages, ours = opening
         rendered = client.render(
             engine_messages(messages),
             tools=list(conversation.tools) if conversation.tools else None,
@@ -113,19 +113,20 @@ def check_prompts(
 def opening_prompts(conversations: Iterable[Conversation], template: ChatTemplate) -> Iterator[list[int]]:
     """Token ids of what each conversation is asked first; those that the template refuses are left out."""
     for conversation in conversations:
-        if (messages := _opening(conversation)) is None:
-            continue
-        try:
-            ids = template.ids(messages, tools=conversation.tools, add_generation_prompt=True)
-        except DataError:
-            continue
-        yield ids
+        if (opening := _opening(conversation, template)) is not None:
+            yield opening[1]
 
 
-def _opening(conversation: Conversation) -> list[Message] | None:
-    """Messages up to the first of the user; None where there is none."""
+def _opening(conversation: Conversation, template: ChatTemplate) -> tuple[list[Message], list[int]] | None:
+    """Messages up to the first of the user, and their ids; None where there is none, or the template refuses them."""
     roles = [message["role"] for message in conversation.messages]
-    return list(conversation.messages[: roles.index("user") + 1]) if "user" in roles else None
+    if "user" not in roles:
+        return None
+    messages = list(conversation.messages[: roles.index("user") + 1])
+    try:
+        return messages, template.ids(messages, tools=conversation.tools, add_generation_prompt=True)
+    except DataError:
+        return None
 
 
 class _Comparison:

@@ -230,7 +230,7 @@ def _turns(
         try:
             rendered.append(renderings(conversation, template))
         except DataError as error:
-            tally.dropped["refused_by_template"] += 1
+            tally.dropped.add("refused_by_template", conversation.origin, error.what)
             log.debug("conversation %s: %s", conversation.id, error)
             rendered.append([])
     texts = [text for items in rendered for item in items for text in (item.prompt, item.full)]

@@ -26,6 +26,7 @@ from pydantic import Field
 
 from speculators_core.data.config import RegenerationConfig
 from speculators_core.data.conversations import Conversation, Message, canonical, content_id
+from speculators_core.data.report import Dropped
 from speculators_core.data.template import ChatTemplate
 from speculators_core.engine.client import EngineClient, Generation, GenerationRequest, RequestError
 from speculators_core.errors import ConfigError, DataError, EngineError
@@ -106,7 +107,7 @@ def regenerate(
     digest = hashlib.sha256(canonical(settings).encode()).hexdigest()
     part = output.with_name(output.name + ".part")
     finished = {key: record for key, record in _resume(part, digest).items() if key in pending}
-    resumed, cut, dropped = len(finished), Counter[str](), Counter[str]()
+    resumed, cut, dropped = len(finished), Counter[str](), Dropped()
     worker = _Worker(client, template, facts, config, capture, on_turn)
 
     part.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +123,8 @@ def regenerate(
                 try:
                     outcome = future.result()
                 except (RequestError, DataError) as error:
-                    dropped["refused_by_engine" if isinstance(error, EngineError) else "refused_by_template"] += 1
+                    cause = "refused_by_engine" if isinstance(error, EngineError) else "refused_by_template"
+                    dropped.add(cause, pending[key].origin or pending[key].id, error.what)
                     log.warning("conversation %s: %s", pending[key].id, error)
                     continue
                 finished[key] = record = _record(pending[key], outcome)
@@ -139,8 +141,8 @@ def regenerate(
     dropped["no_reply"] += len(ordered) - len(answered)
     if not answered:
         raise DataError(
-            f"none of {len(pending)} conversations could be answered ({dict(+dropped)}, cut {dict(cut)})",
-            mend="check that they hold user turns, and raise max_context or max_new_tokens",
+            f"none of {len(pending)} conversations could be answered ({dropped.in_words()}, cut {dict(cut)})",
+            mend=dropped.mend() or "check that they hold user turns, and raise max_context or max_new_tokens",
         )
     _publish(output, answered)
     part.unlink()

@@ -28,7 +28,8 @@ MENDS = {
     "beyond_max_rows": "raise data.max_rows",
     "near_duplicate_of_evaluation": "what resembles a held-back prompt is left out, so that evaluation stays unseen: "
     "bring more varied conversations, or hold back fewer (data.evaluation_prompts)",
-    "refused_by_template": "bring conversations whose turns the verifier's chat template takes",
+    "refused_by_template": "bring conversations whose turns the verifier's chat template takes, or correct that "
+    "template or data.template_kwargs",
     "no_boundary": "bring conversations in which the chat template leaves the replies as they are",
     "overlong": "raise data.max_length, or set data.overlong to truncate",
     "overlong_prompt": "raise data.max_length",

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from speculators_core.verifier.tokenizer import load_tokenizer
+
 log = logging.getLogger(__name__)
 
 FUNCTION_WORDS = (
@@ -55,10 +57,10 @@ def revise(source: Path, target: Path, conversations: Path, *, steps: int, learn
     """
     import torch
     from safetensors.torch import load_file, save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = load_tokenizer(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     rows = _forever(list(_rows(conversations, tokenizer, steps * _BATCH)))

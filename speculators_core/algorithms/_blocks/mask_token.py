@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from speculators_core.errors import ConfigError, VerifierError
+from speculators_core.errors import ConfigError
 from speculators_core.verifier.facts import VerifierFacts, read_facts
+from speculators_core.verifier.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -102,15 +103,7 @@ def _read_tokens(verifier_dir: Path, facts: VerifierFacts) -> _Tokens:
     roles = (*pad, *(("end", token) for token in facts.eos_token_id))
     if not any((verifier_dir / name).is_file() for name in _TOKENIZER_FILES):
         return _Tokens(0, frozenset(), {}, (), None, roles)
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(verifier_dir), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise VerifierError(
-            f"the tokenizer of {verifier_dir} cannot be loaded: {error}",
-            mend="copy the tokenizer files beside config.json",
-        ) from error
+    tokenizer = load_tokenizer(verifier_dir)
     special = {token: str(added.content) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     template = str(tokenizer.chat_template or "")
     written = {token: text for token, text in special.items() if text in template}
