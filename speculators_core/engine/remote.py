@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from hs_connectors.contract import NORM_POINT, Reader
 from hs_connectors.errors import ConnectorError
-from hs_connectors.registry import SHARED, added_names
+from hs_connectors.registry import BACKENDS, SHARED, added_names
 from speculators_core.engine.metrics import parse_prometheus
 from speculators_core.errors import ConfigError, EngineError
 from speculators_core.types import StrictModel
@@ -28,14 +28,14 @@ _CLOCK_S = 5.0
 
 
 def _known_backend(name: str) -> str:
-    """The name; ValueError with the nearest where no backend that reaches another process has it."""
-    if name in SHARED or name in (added := added_names()):
+    """The name; ValueError with the nearest where no backend has it."""
+    if name in BACKENDS or name in (added := added_names()):
         return name
     known = sorted({*SHARED, *added})
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(
-        f"no backend by which an engine hands out states is called {name!r}; {hint}known: {', '.join(known)}"
+        f"no backend is called {name!r}; {hint}those by which an engine hands out states: {', '.join(known)}"
     )
 
 

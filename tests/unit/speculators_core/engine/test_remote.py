@@ -99,7 +99,7 @@ def test_settings_of_a_store_are_checked(server) -> None:
     url, _ = server
     with pytest.raises(ConfigError, match=r"runtime\.store"):
         greet(url, RecordStore(config={"path": "/x"}))
-    with pytest.raises(ValidationError, match=r"no backend by which an engine .* 'pigeon'"):
+    with pytest.raises(ValidationError, match=r"no backend is called 'pigeon'"):
         RecordStore(backend="pigeon", config={})
     with pytest.raises(ValidationError, match="belongs to a runtime given by `url`"):
         Runtime(python="/p", store=RecordStore(config={"root": "/x"}))

@@ -22,9 +22,8 @@ DEMO = ROOT / "deployments" / "recipes" / "demo.yaml"
     [
         (
             "capture.backend=mooncak",
-            r"`capture.backend`: .*'mooncak'; did you mean 'mooncake'\? known: file, mooncake",
+            r"`capture.backend`: .*'mooncak'; did you mean 'mooncake'\? those .*states: file, mooncake",
         ),
-        ("capture.backend=memory", "`capture.backend`: .*'memory'; known: file"),  # no other process finds its records
         (
             "capture.runtime={url: 'http://gpu:8000', store: {backend: s4, config: {root: s3://b/p}}}",
             "`capture.runtime.store.backend`: .*did you mean 's3'",
@@ -44,7 +43,7 @@ def test_a_backend_of_another_distribution_is_known(tmp_path: Path, monkeypatch:
     (info / "entry_points.txt").write_text("[hs_connectors.backends]\ntheirs = nowhere:Theirs\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert load_recipe(DEMO, ["capture.backend=theirs"]).capture.backend == "theirs"
-    with pytest.raises(ConfigError, match="known: file, mooncake, s3, shm, theirs"):
+    with pytest.raises(ConfigError, match="states: file, mooncake, s3, shm, theirs"):
         load_recipe(DEMO, ["capture.backend=carrier"])
 
 
