@@ -87,6 +87,10 @@ def retrain(
 ) -> None:
     """Run the whole loop: preflight, prepare, capture, train, export, evaluate, register, promote."""
     if dry_run:
+        from speculators_core.run import Run
+        from speculators_core.stages import require_likely_prompts
+
+        require_likely_prompts(Run(load(recipe, overrides), prepare_environment().home))
         status(recipe, overrides, as_json)
         return
     settings = prepare_environment()
@@ -191,18 +195,22 @@ def status(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json:
 @app.command()
 def doctor(
     recipe: Annotated[Path | None, typer.Argument(help="also check this recipe's verifier and runtime")] = None,
+    overrides: SetOption = NO_OVERRIDES,
     as_json: JsonOption = False,
 ) -> None:
     """Check this machine: environments, runtime, stores, disk, and what earlier runs left behind."""
+    if overrides and recipe is None:
+        raise ConfigError("--set overrides a recipe, and none is named", mend="draftsmith doctor RECIPE --set A.B=C")
     settings = prepare_environment()
     from flows.doctor import examine
 
-    findings = examine(settings, load(recipe, []) if recipe else None)
+    findings = examine(settings, load(recipe, overrides) if recipe else None)
     if as_json:
         print(json.dumps([f.model_dump() for f in findings], indent=2))
     else:
-        show_table("doctor", [(f"{'ok ' if f.ok else 'BAD'} {f.name}", f.text) for f in findings])
-    if not all(f.ok for f in findings):
+        marks = {True: "ok ", False: "BAD", None: "-  "}
+        show_table("doctor", [(f"{marks[f.ok]} {f.name}", f.text) for f in findings])
+    if any(f.ok is False for f in findings):
         raise typer.Exit(1)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pydantic import Field
 
 from speculators_core.errors import DraftsmithError
 from speculators_core.types import StrictModel
@@ -24,7 +26,7 @@ class Finding(StrictModel):
     """One thing that was looked at."""
 
     name: str
-    ok: bool
+    ok: bool | None = Field(description="None: not looked at")
     text: str
 
 
@@ -52,8 +54,20 @@ def examine(settings: Settings, recipe: Recipe | None) -> list[Finding]:
             ("verifier", lambda: f"{run.facts.model_type}, {run.facts.num_hidden_layers} layers at {run.verifier}"),
             ("fingerprint", lambda: run.fingerprint.digest),
             ("recipe", lambda: check_recipe(run)),
+            ("capture store", lambda: check_store(recipe)),
         ]
-    return [look(name, check) for name, check in checks]
+    return told_once([look(name, check) for name, check in checks])
+
+
+def told_once(findings: Sequence[Finding]) -> list[Finding]:
+    """The findings, of which a fault that ended several checks is told by the first of them alone."""
+    first: dict[str, str] = {}
+    told = []
+    for finding in findings:
+        where = finding.name if finding.ok else first.setdefault(finding.text, finding.name)
+        again = Finding(name=finding.name, ok=None, text=f"not looked at: see {where}")
+        told.append(finding if where == finding.name else again)
+    return told
 
 
 def look(name: str, check: Callable[[], str]) -> Finding:
@@ -127,11 +141,20 @@ def check_recipe(run: object) -> str:
     """Everything about a recipe that can be wrong without an engine."""
     from speculators_core.preflight import check_inputs, check_sizes
     from speculators_core.run import Run
+    from speculators_core.stages import require_likely_prompts
 
     assert isinstance(run, Run)
     check_sizes(run.recipe, run.facts)
     check_inputs(run.recipe, run.facts, run.verifier, run.layer_ids)
+    require_likely_prompts(run)
     return f"layers {', '.join(map(str, run.layer_ids))}"
+
+
+def check_store(recipe: Recipe) -> str:
+    """Ask the store that hidden states travel through."""
+    from speculators_core.states.stores import check_store
+
+    return check_store(recipe.capture)
 
 
 def describe_runtime(info: object) -> str:

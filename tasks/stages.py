@@ -24,7 +24,8 @@ from tasks.policies import stage_task
 
 @stage_task("preflight", retries=1)
 def preflight(recipe: Recipe, warm_start: WarmStart | None = None) -> StageResult:
-    """An untrained draft of this shape is loaded by the real runtime, before anything expensive."""
+    """The gate can be reached, and an untrained draft of this shape is loaded by the real runtime."""
+    stages.require_likely_prompts(Run(recipe, settings().home))
     return observed(recipe, "preflight", lambda run: stages.preflight(replace(run, warm_start=warm_start)))
 
 
@@ -36,7 +37,8 @@ def convert(recipe: Recipe, source: str, options: ConvertOptions) -> StageResult
 
 @stage_task("preflight", retries=1)
 def preflight_draft(recipe: Recipe, draft: ArtifactRef) -> StageResult:
-    """A finished draft is loaded by the real runtime, before it is measured."""
+    """The gate can be reached, and a finished draft is loaded by the real runtime, before it is measured."""
+    stages.require_likely_prompts(Run(recipe, settings().home))
     return observed(recipe, "preflight", lambda run: stages.preflight_draft(run, draft))
 
 

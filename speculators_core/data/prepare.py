@@ -39,6 +39,7 @@ from speculators_core.verifier.hashes import HashCache
 log = logging.getLogger(__name__)
 
 CHUNK = 128  # conversations tokenised in one call
+SPARED_OF = 4  # one conversation of so many, at most, is held back for evaluation
 SAMPLES = 64  # about as many conversations, spread evenly, keep their messages for the comparison with the engine
 
 
@@ -200,11 +201,11 @@ def _require_replies(sources: Sequence[str], read: int, kept: int, dropped: Drop
 
 def _held_back(wanted: int, conversations: int) -> int:
     """Evaluation prompts that the data can spare: at most a quarter of it."""
-    spare = conversations // 4
+    spare = conversations // SPARED_OF
     if wanted > spare:
         log.warning(
             "%d prompts are held back, not %d: at most a quarter of the %d conversations; %d would give %d",
-            *(spare, wanted, conversations, 4 * wanted, wanted),
+            *(spare, wanted, conversations, SPARED_OF * wanted, wanted),
         )
     return min(wanted, spare)
 

@@ -15,6 +15,7 @@ from speculators_core.config import Recipe
 from speculators_core.run import Run, StageResult
 from speculators_core.stages.adopting import convert, preflight_draft
 from speculators_core.stages.draft import export, preflight, train, training_key
+from speculators_core.stages.enough import require_likely_prompts
 from speculators_core.stages.measuring import (
     baseline,
     evaluate,
@@ -76,6 +77,7 @@ __all__ = [
     "prepare",
     "read_evaluation",
     "regenerate",
+    "require_likely_prompts",
     "require_prompts",
     "run_until",
     "time_arms",

@@ -38,8 +38,10 @@ def preflight(run: Run) -> StageResult:
             check_warm_start(run.recipe, run.verifier, Path(run.warm_start.path), head=run.warm_start.head)
     if not run.only_look:
         from speculators_core.remote import greet_servers
+        from speculators_core.states.stores import check_store
 
         greet_servers(run)
+        check_store(run.recipe.capture)
     inputs = {"verifier config": run.fingerprint.parts["config"], "runtime": run.runtime.key}
     settings: dict[str, Any] = {"draft": run.draft_shape}
     if run.recipe.export.allow_unservable:  # what was let through then is not let through without it

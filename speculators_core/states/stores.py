@@ -15,8 +15,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from hs_connectors.registry import BACKENDS, locate
-from speculators_core.errors import CaptureError
+from hs_connectors.errors import ConnectorError, SettingsError
+from hs_connectors.registry import BACKENDS, locate, open_backend
+from speculators_core.errors import CaptureError, ConfigError
 from speculators_core.processes import supervise
 from speculators_core.states.config import CaptureConfig
 
@@ -66,6 +67,27 @@ def store_at(config: CaptureConfig, place: str) -> CaptureConfig:
     """
     backend, settings = (place, {}) if place in BACKENDS else locate(place)
     return config.model_copy(update={"backend": backend, "backend_config": settings})
+
+
+def check_store(config: CaptureConfig) -> str:
+    """What the recipe's store is, having asked it once for its records where the run does not make it.
+
+    Raises:
+        ConfigError: its settings are wrong, or what it needs is not installed.
+        CaptureError: it does not answer, or lets us not in.
+    """
+    if config.source != "engine" or (config.runtime is not None and config.runtime.url is not None):
+        return "none of our own"
+    if not config.backend_config and config.backend in ("file", *_PROVIDERS):
+        return f"{config.backend}, made by the run"
+    once = {"attempts": 1} if config.backend == "s3" else {}
+    try:
+        next(iter(open_backend(config.backend, {**config.backend_config, **once}).entries()), None)
+    except SettingsError as error:
+        raise ConfigError(f"capture.backend_config: {error.what}", mend=error.mend) from error
+    except ConnectorError as error:
+        raise CaptureError(error.what, mend=error.mend) from error
+    return f"{config.backend} answers"
 
 
 def room_of(config: CaptureConfig, longest: int, bytes_per_token: int, engines: int = 1) -> int:
