@@ -252,15 +252,32 @@ def require_words(arguments: Iterable[str]) -> None:
         raise ConfigError("one of the arguments is empty", mend="is a variable of the shell unset?")
 
 
+def require_output() -> None:
+    """DraftsmithError where standard output is closed: what a command prints would be lost, and it would succeed."""
+    if sys.stdout is None:
+        raise DraftsmithError("standard output is closed", mend="let it go to a terminal, a file, a pipe or /dev/null")
+
+
+def drop_unwritten() -> None:
+    """Forget what standard output does not take: Python would try again at its end, and complain in its own words."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main() -> None:
     """Run the command; errors of ours become one clear message and an exit status (2 recipe, 1 other, 130 signal)."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
     for noisy in ("httpx", "httpcore", "alembic", "mlflow", "matplotlib", "prefect.server"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
+        require_output()
         require_words(sys.argv[1:])
         require_utf8([*sys.argv[1:], str(Path.cwd()), os.environ.get("DRAFTSMITH_HOME", "")])
         status = app(standalone_mode=False)  # a command's typer.Exit comes back as its number
+        sys.stdout.flush()  # a full disk is met here, then, and not when Python ends
         sys.exit(status if isinstance(status, int) else 0)
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
@@ -270,6 +287,8 @@ def main() -> None:
     except DraftsmithError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except BrokenPipeError:  # whoever reads has enough; typer leaves alike
+        sys.exit(1)
     except OSError as error:  # the disk's or the network's word, at a place that has no better one
         print(f"error: {describe_os_error(error)}", file=sys.stderr)
         logging.getLogger(__name__).debug("raised here", exc_info=error)
@@ -279,6 +298,8 @@ def main() -> None:
             error.show()
             sys.exit(getattr(error, "exit_code", 2))
         raise
+    finally:
+        drop_unwritten()
 
 
 if __name__ == "__main__":

@@ -129,6 +129,27 @@ def test_no_digest_or_path_is_cut_or_broken(
     assert max(map(len, lines)) < 220, "prose is filled"
 
 
+@pytest.mark.parametrize(
+    ("command", "status", "told"),
+    [
+        ("keys >&-", 1, "error: standard output is closed"),
+        ("keys budget > /dev/full", 1, "the disk is full"),
+        ("keys > /dev/full", 1, "the disk is full"),
+        ("keys budget | exec 0<&-", 1, ""),
+        ("keys | head -1 > /dev/null", 1, ""),
+        ("keys budget > /dev/null", 0, ""),
+    ],
+)
+def test_output_that_nobody_gets_is_no_success(tmp_path: Path, command: str, status: int, told: str) -> None:
+    script = f"set -o pipefail; {sys.executable} -m flows.cli {command}"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=ROOT, env=child_environment(tmp_path), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status, done.stderr
+    assert told in done.stderr if told else not done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
 def test_a_name_in_another_encoding_is_refused_in_words(tmp_path: Path) -> None:
     name = os.fsencode(tmp_path) + b"/caf\xe9.yaml"
     done = subprocess.run(
