@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -59,11 +59,17 @@ class _Tally:
 
 
 def prepare(
-    config: DataConfig, verifier_dir: Path, output: Path, *, progress: ProgressCallback | None = None
+    config: DataConfig,
+    verifier_dir: Path,
+    output: Path,
+    *,
+    when_read: Callable[[], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> PreparationReport:
     """Turn conversations into rows for the verifier, and write them to `output` (see `data.rows`).
 
     Deterministic: equal sources, verifier and config give equal bytes. Progress counts conversations.
+    `when_read` is called once all sources are read; what it raises ends the work before anything is written.
 
     Raises:
         VerifierError: not a model directory, no tokenizer, no chat template.
@@ -81,6 +87,8 @@ def prepare(
     template = ChatTemplate.load(verifier_dir, config.template_kwargs)
     tally = _Tally(Dropped(), Counter())
     conversations = _gather(config, tally)
+    if when_read is not None:
+        when_read()
     splits, groups = assign(
         [conversation.first_user_turn for conversation in conversations],
         evaluation=_held_back(config.evaluation_prompts, len(conversations)),
@@ -135,6 +143,20 @@ def digest_sources(sources: Sequence[str], *, home: Path | None) -> str:
             found.append([cache.of(file) for file in source_files(source)])
     cache.save()
     return sha256_json(found)
+
+
+def require_unchanged(sources: Sequence[str], digest: str, *, home: Path | None) -> None:
+    """See, once the sources are read, that they still are what was digested before.
+
+    Raises:
+        DataError: somebody wrote to them meanwhile; what was made of them would bear the name of other data.
+    """
+    if digest_sources(sources, home=home) != digest:
+        raise DataError(
+            f"{', '.join(sources)} changed while it was read",
+            mend="run the same command again; where somebody writes there all the time, copy it and name the copy in "
+            "data.sources",
+        )
 
 
 def _gather(config: DataConfig, tally: _Tally) -> list[Conversation]:

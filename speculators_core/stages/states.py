@@ -53,8 +53,10 @@ def regenerate(run: Run) -> StageResult:
         records, states = records_of(run, key), run.recipe.hidden_states
         # sampled replies cannot be captured in the same request: streams do without
         wanted = not states.streamed or (states.mode == "hybrid" and not config.regeneration.temperature)
+        conversations = list(read_conversations(config.sources))
+        data.require_unchanged(config.sources, inputs["sources"], home=run.home)
         report = replies.answer(
-            data.draw(list(read_conversations(config.sources)), config),
+            data.draw(conversations, config),
             runtime,
             run.layer_ids,
             run.fingerprint.digest,
@@ -100,10 +102,13 @@ def prepare(run: Run) -> StageResult:
     def build(workspace: Path) -> dict[str, Any]:
         from speculators_core.states.replies import REPLIES
 
-        rows = config
+        rows, when_read = config, None
         if answered is not None:
             rows = config.model_copy(update={"sources": (str(run.store.path(answered.ref) / REPLIES),)})
-        return data.prepare(rows, run.verifier, workspace, progress=run.progress).model_dump(mode="json")
+        else:
+            when_read = partial(data.require_unchanged, config.sources, inputs["sources"], home=run.home)
+        report = data.prepare(rows, run.verifier, workspace, when_read=when_read, progress=run.progress)
+        return report.model_dump(mode="json")
 
     result = produce(run, "prepare", "dataset", key, inputs, build, settings=settings)
     if run.check:
