@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Look at token rows, let the verifier write prompts or replies.")
 
-OutputOption = Annotated[Path, typer.Option("--output", "-o", help="JSON Lines file of conversations to write")]
+OutputOption = Annotated[
+    Path, typer.Option("--output", "-o", help="JSON Lines file of conversations to write; it must not exist yet")
+]
 
 
 @app.command()
@@ -64,26 +66,28 @@ def synthesise(
     seed: Annotated[int, typer.Option(help="seed of the draws")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Let the verifier write its own user turns: prompts for users who have none."""
+    """Let the verifier write its own user turns: prompts for users who have none; goes on where it was cut off."""
     run = open_run(recipe, overrides)
     from speculators_core.data.config import SynthesisConfig
     from speculators_core.data.synthesise import synthesise as write
     from speculators_core.data.template import ChatTemplate
+    from speculators_core.data.unfinished import reserved
     from speculators_core.engine.config import ServerSpec
     from speculators_core.engine.server import serve
 
     kwargs = run.recipe.data.template_kwargs
     config = SynthesisConfig(prompts=prompts, seed=seed, template_kwargs=kwargs)
-    spec = ServerSpec(
-        model=str(run.verifier),
-        dtype=run.recipe.capture.dtype,
-        max_num_seqs=config.concurrency,
-        kv_cache_gib=run.recipe.capture.kv_cache_gib,
-        trust_remote_code=run.recipe.verifier.trust_remote_code,
-    )
-    with serve(run.recipe.runtime, spec, home=run.home) as engine, engine.client() as client:
-        template = ChatTemplate.load(run.verifier, kwargs)
-        report = write(client, template, config, output, progress=run.progress)
+    with reserved(output):
+        spec = ServerSpec(
+            model=str(run.verifier),
+            dtype=run.recipe.capture.dtype,
+            max_num_seqs=config.concurrency,
+            kv_cache_gib=run.recipe.capture.kv_cache_gib,
+            trust_remote_code=run.recipe.verifier.trust_remote_code,
+        )
+        with serve(run.recipe.runtime, spec, home=run.home) as engine, engine.client() as client:
+            template, producer = ChatTemplate.load(run.verifier, kwargs), run.fingerprint.digest
+            report = write(client, template, config, output, producer=producer, progress=run.progress)
     show_model(report, as_json)
 
 
@@ -103,24 +107,26 @@ def regenerate(
     run = open_run(recipe, overrides)
     from speculators_core.data.config import RegenerationConfig
     from speculators_core.data.conversations import read_conversations
+    from speculators_core.data.unfinished import reserved
     from speculators_core.states.replies import answer
 
     data = run.recipe.data
-    report = answer(
-        list(read_conversations(data.sources)),
-        run.recipe.runtime,
-        run.layer_ids,
-        run.fingerprint.digest,
-        run.recipe.capture,
-        RegenerationConfig(temperature=temperature, max_new_tokens=max_new_tokens),
-        output,
-        records=None,
-        verifier_dir=run.verifier,
-        home=run.home,
-        template_kwargs=data.template_kwargs,
-        trust_remote_code=run.recipe.verifier.trust_remote_code,
-        progress=run.progress,
-    )
+    with reserved(output):
+        report = answer(
+            list(read_conversations(data.sources)),
+            run.recipe.runtime,
+            run.layer_ids,
+            run.fingerprint.digest,
+            run.recipe.capture,
+            RegenerationConfig(temperature=temperature, max_new_tokens=max_new_tokens),
+            output,
+            records=None,
+            verifier_dir=run.verifier,
+            home=run.home,
+            template_kwargs=data.template_kwargs,
+            trust_remote_code=run.recipe.verifier.trust_remote_code,
+            progress=run.progress,
+        )
     show_model(report, as_json)
 
 
@@ -145,7 +151,10 @@ def vocabulary(
     from speculators_core.data.coverage import plot as draw
     from speculators_core.data.coverage import tabulate
     from speculators_core.data.rows import RowSet
+    from speculators_core.store.files import require_place
 
+    if plot is not None:
+        require_place(plot)
     rows = RowSet.open(run.store.path(stages.prepare(run).ref))
     chosen = () if sizes is None else numbers("--sizes", sizes)
     table = tabulate(rows, run.facts.vocab_size, chosen, enough=enough, given=run.given_vocabulary)

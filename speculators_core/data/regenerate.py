@@ -12,24 +12,24 @@ context, and after a reply that did not end within `max_new_tokens`.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pydantic import Field
 
 from speculators_core.data.config import RegenerationConfig
-from speculators_core.data.conversations import Conversation, Message, canonical, content_id
+from speculators_core.data.conversations import Conversation, Message, content_id
 from speculators_core.data.report import Dropped
 from speculators_core.data.template import ChatTemplate
+from speculators_core.data.unfinished import keep, part_of, publish, resume
 from speculators_core.engine.client import EngineClient, Generation, GenerationRequest, RequestError
 from speculators_core.errors import ConfigError, DataError, EngineError
+from speculators_core.store.manifest import sha256_json
 from speculators_core.types import Json, ProgressCallback, StrictModel
 from speculators_core.verifier.facts import VerifierFacts
 
@@ -103,14 +103,12 @@ def regenerate(
         )
     pending = {_key(conversation): conversation for conversation in conversations}
     asked = {**config.model_dump(mode="json", exclude={"concurrency"}), "capture": capture}
-    settings = {"config": asked, "producer": producer}
-    digest = hashlib.sha256(canonical(settings).encode()).hexdigest()
-    part = output.with_name(output.name + ".part")
-    finished = {key: record for key, record in _resume(part, digest).items() if key in pending}
+    part = part_of(output)
+    kept = resume(part, sha256_json({"config": asked, "producer": producer}))
+    finished = {key: record for key, record in kept.items() if key in pending}
     resumed, cut, dropped = len(finished), Counter[str](), Dropped()
     worker = _Worker(client, template, facts, config, capture, on_turn)
 
-    part.parent.mkdir(parents=True, exist_ok=True)
     with part.open("a", encoding="utf-8") as stream, ThreadPoolExecutor(config.concurrency) as pool:
         futures = {
             pool.submit(worker.answer, conversation): key
@@ -128,7 +126,7 @@ def regenerate(
                     log.warning("conversation %s: %s", pending[key].id, error)
                     continue
                 finished[key] = record = _record(pending[key], outcome)
-                _append(stream, {"key": key, "record": record})
+                keep(stream, key, record)
                 if progress:
                     progress(len(finished) + dropped.total(), len(pending))
         except BaseException:
@@ -144,8 +142,7 @@ def regenerate(
             f"none of {len(pending)} conversations could be answered ({dropped.in_words()}, cut {dict(cut)})",
             mend=dropped.mend() or "check that they hold user turns, and raise max_context or max_new_tokens",
         )
-    _publish(output, answered)
-    part.unlink()
+    publish(output, answered)
     return RegenerationReport(
         conversations=len(pending),
         written=len(answered),
@@ -266,39 +263,3 @@ def _key(conversation: Conversation) -> str:
 
 def _seed(seed: int, key: str, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{key}:{index}".encode()).digest()[:4], "big") >> 1
-
-
-def _resume(part: Path, digest: str) -> dict[str, dict[str, Any]]:
-    """Finished conversations of an interrupted run; the file is left whole, and begun where there is none."""
-    finished: dict[str, dict[str, Any]] = {}
-    lines: list[str] = []
-    if part.is_file():
-        for line in part.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:
-                break  # torn by a kill: what follows cannot be trusted
-            if not lines and (not isinstance(entry, Mapping) or entry.get("settings") != digest):
-                log.info("%s was begun with other settings: starting anew", part)
-                break
-            lines.append(line)
-            if "key" in entry:
-                finished[entry["key"]] = entry["record"]
-    part.parent.mkdir(parents=True, exist_ok=True)
-    whole = "".join(f"{line}\n" for line in lines or [json.dumps({"settings": digest})])
-    fresh = part.with_name(part.name + ".new")
-    fresh.write_text(whole, encoding="utf-8")
-    fresh.replace(part)
-    return finished
-
-
-def _append(stream: IO[str], entry: Mapping[str, Any]) -> None:
-    stream.write(json.dumps(entry) + "\n")
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
-def _publish(output: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    fresh = output.with_name(f".{output.name}.new")
-    fresh.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    fresh.replace(output)

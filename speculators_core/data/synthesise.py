@@ -6,7 +6,6 @@ arXiv 2406.08464). The replies come from `regenerate`.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -19,8 +18,10 @@ from speculators_core.data.config import SynthesisConfig
 from speculators_core.data.conversations import content_id
 from speculators_core.data.splits import near_duplicate_groups, words
 from speculators_core.data.template import ChatTemplate
+from speculators_core.data.unfinished import keep, part_of, publish, resume
 from speculators_core.engine.client import EngineClient, Generation, GenerationRequest
 from speculators_core.errors import DataError
+from speculators_core.store.manifest import sha256_json
 from speculators_core.types import ProgressCallback, StrictModel
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class SynthesisReport(StrictModel):
     """How many samples it took."""
 
     samples: int = Field(description="Samples drawn.")
+    resumed: int = Field(description="Of these, taken over from an interrupted run.")
     prompts: int = Field(description="Distinct usable prompts written.")
     thrown_away: dict[str, int] = Field(description="Samples thrown away, by cause.")
     share_thrown_away: float = Field(description="Samples thrown away / samples.")
@@ -43,12 +45,14 @@ def synthesise(
     config: SynthesisConfig,
     output: Path,
     *,
+    producer: str = "",
     progress: ProgressCallback | None = None,
 ) -> SynthesisReport:
     """Let the verifier write user turns, and write the distinct ones to `output` as JSON Lines of conversations.
 
     Draws in rounds until `config.prompts` are found or `max_attempts` are spent; equal seeds draw equal samples on an
-    engine that samples reproducibly.
+    engine that samples reproducibly. Resumable: samples are kept in `<output>.part` and not drawn again; a run with
+    other settings, or for another `producer` (the verifier's fingerprint), starts anew.
 
     Raises:
         DataError: the template shows no place for a user's turn, or no sample was usable.
@@ -58,15 +62,25 @@ def synthesise(
     limit = config.max_attempts or 4 * config.prompts
     thrown: Counter[str] = Counter()
     kept: list[str] = []
-    drawn = 0
+    drawn, part = 0, part_of(output)
+    decisive = config.model_dump(mode="json", include={"max_new_tokens", "temperature", "top_p", "seed"})
+    known = resume(part, sha256_json({"config": decisive, "producer": producer}))
+    earlier = [Generation.model_validate(record) for record in known.values()]
+
+    def draw(first: int, end: int) -> Iterator[Generation]:
+        """Samples of these numbers; those of an interrupted run are its first ones, in order."""
+        yield from earlier[first:end]
+        requests = _requests(prefix, stops, config, max(first, len(earlier)), end)
+        with part.open("a", encoding="utf-8") as stream:
+            for generation in client.generate(requests, concurrency=config.concurrency):
+                keep(stream, generation.id, generation.model_dump(mode="json"))
+                yield generation
+
     while len(kept) < config.prompts and drawn < limit:
         # The yield is unknown at first: half more than is missing keeps the number of rounds small.
         missing = config.prompts - len(kept)
-        count = min(limit - drawn, missing + missing // 2 + 1)
         fresh: list[str] = []
-        for generation in client.generate(
-            _requests(prefix, stops, config, drawn, count), concurrency=config.concurrency
-        ):
+        for generation in draw(drawn, min(limit, drawn + missing + missing // 2 + 1)):
             drawn += 1
             cause, text = judge(generation, config)
             if cause:
@@ -86,9 +100,10 @@ def synthesise(
         )
     thrown["beyond_wanted"] += max(0, len(kept) - config.prompts)
     kept = kept[: config.prompts]
-    _write(output, kept, config.domain)
+    publish(output, (_conversation(text, config.domain) for text in kept))
     report = SynthesisReport(
         samples=drawn,
+        resumed=min(drawn, len(earlier)),
         prompts=len(kept),
         thrown_away=dict(sorted((+thrown).items())),
         share_thrown_away=round(1 - len(kept) / drawn, 4),
@@ -129,9 +144,9 @@ def judge(generation: Generation, config: SynthesisConfig) -> tuple[str | None, 
 
 
 def _requests(
-    prefix: tuple[int, ...], stops: tuple[int, ...], config: SynthesisConfig, start: int, count: int
+    prefix: tuple[int, ...], stops: tuple[int, ...], config: SynthesisConfig, first: int, end: int
 ) -> Iterator[GenerationRequest]:
-    for number in range(start, start + count):
+    for number in range(first, end):
         yield GenerationRequest(
             id=f"synthesis-{number}",
             prompt_token_ids=prefix,
@@ -143,11 +158,6 @@ def _requests(
         )
 
 
-def _write(output: Path, prompts: list[str], domain: str) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    fresh = output.with_name(f".{output.name}.new")
-    with fresh.open("w", encoding="utf-8") as stream:
-        for text in prompts:
-            messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
-            stream.write(json.dumps({"id": content_id(messages), "domain": domain, "messages": messages}) + "\n")
-    fresh.replace(output)
+def _conversation(text: str, domain: str) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
+    return {"id": content_id(messages), "domain": domain, "messages": messages}

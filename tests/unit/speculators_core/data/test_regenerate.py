@@ -1,8 +1,7 @@
-"""What an interrupted regeneration leaves behind is taken over only when it fits, torn lines never."""
+"""What is asked anew, and what is refused before an engine starts."""
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -12,29 +11,11 @@ import pytest
 
 from speculators_core.data.config import DataConfig, RegenerationConfig
 from speculators_core.data.conversations import normalise
-from speculators_core.data.regenerate import _key, _resume, regenerate
+from speculators_core.data.regenerate import _key, regenerate
 from speculators_core.engine.runtime import Runtime
 from speculators_core.errors import ConfigError, DiskSpaceError, EngineError
 from speculators_core.states.config import CaptureConfig
 from speculators_core.states.replies import REPLIES, answer
-
-
-def lines(path: Path) -> list[str]:
-    return path.read_text().splitlines()
-
-
-def test_resuming(tmp_path: Path) -> None:
-    part = tmp_path / "replies.jsonl.part"
-    assert _resume(part, "digest") == {} and lines(part) == [json.dumps({"settings": "digest"})]
-    with part.open("a") as stream:
-        stream.write(json.dumps({"key": "a", "record": {"id": "a"}}) + "\n")
-        stream.write('{"key": "b", "rec')
-    assert _resume(part, "digest") == {"a": {"id": "a"}}
-    assert len(lines(part)) == 2, "the torn line is cut off before anything is appended to it"
-    assert _resume(part, "digest") == {"a": {"id": "a"}}
-    assert _resume(part, "other") == {} and lines(part) == [json.dumps({"settings": "other"})]
-    part.write_bytes(b"\xff\xfe not ours")
-    assert _resume(part, "digest") == {}
 
 
 def test_the_key_follows_the_questions_and_not_the_old_answers() -> None:
