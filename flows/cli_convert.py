@@ -63,11 +63,11 @@ def convert(
     from speculators_core.convert import TARGETS, convert_to
     from speculators_core.convert import convert as convert_here
     from speculators_core.convert.fetch import fetch_source, fetch_verifier
+    from speculators_core.store.files import require_new
 
     if target not in ("draftsmith", *TARGETS):
         raise ConfigError(f"--to {target!r} is not a layout", mend=f"choose draftsmith or {', '.join(TARGETS)}")
-    if output.exists():
-        raise ConfigError(f"{output} exists already", mend="name a directory that does not exist yet")
+    require_new(output)
     home = prepare_environment().home
     options = options_of(layout, aux_layers, mask_token_id, speculative_tokens, allow_bin)
     found = fetch_source(source, home=home, allow_bin=allow_bin)

@@ -135,12 +135,12 @@ def plan(
     if price is not None:
         overrides = [*overrides, f"lifecycle.price_per_hour={price}"]
     loaded = load(recipe, overrides)
-    from speculators_core.store import write_atomic
+    from speculators_core.store.files import require_place, write_atomic
     from tasks.planning import make_plan
 
-    found = make_plan(loaded)
     target = out or home / "plans" / f"{loaded.name}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
+    require_place(target)
+    found = make_plan(loaded)
     text = found.model_dump_json(indent=2)
     write_atomic(target, lambda part: part.write_text(text + "\n", encoding="utf-8"))
     if as_json:

@@ -48,6 +48,10 @@ def serve(
     signals every process: KillMode=mixed).
     """
     home = prepare_environment().home
+    if events is not None:
+        from speculators_core.store.files import require_place
+
+        require_place(events)
     name, _, alias = target.partition("@")
     named = Path(name) if Path(name).suffix in (".yaml", ".yml") else recipe
     loaded = None if named is None else load(named, overrides)

@@ -30,7 +30,9 @@ def stitch(
     from speculators_core import registry
     from speculators_core.evaluation.served import drafted_tokens
     from speculators_core.formats.directory import read_config
+    from speculators_core.store.files import require_new
 
+    require_new(target)
     kind = str(read_config(draft).get("speculators_model_type"))
     algorithm = registry.resolve(kind)
     if algorithm.stitch is None:

@@ -37,7 +37,7 @@ def test_a_head_goes_back_and_the_engine_is_told_how(tmp_path: Path) -> None:
     assert told["replaced_tensors"] == len(head.tensors)
     assert (tmp_path / "whole" / "model.safetensors").is_file()
     again = stitch(tmp_path, draft, verifier, tmp_path / "whole")
-    assert again.returncode == 1 and "exists already" in again.stderr
+    assert again.returncode == 2 and "exists already" in again.stderr
 
 
 def test_a_draft_that_is_served_alone_is_refused(tmp_path: Path) -> None:
