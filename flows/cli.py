@@ -149,6 +149,10 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write the trained draft as `vllm serve` loads it."""
+    if to is not None:
+        from speculators_core.store.files import require_new
+
+        require_new(to)
     results, run = run_stages(recipe, overrides, "export", as_json)
     source = run.store.path(results[-1].ref)
     if to is not None:

@@ -103,10 +103,9 @@ def copy_draft(source: Path, target: Path) -> None:
     """Copy a draft to a directory that doesn't exist yet."""
     import shutil
 
-    from speculators_core.store.files import write_directory
+    from speculators_core.store.files import require_new, write_directory
 
-    if target.exists():
-        raise ConfigError(f"{target} exists already", mend="name a new directory")
+    require_new(target)
     write_directory(target, lambda partial: shutil.copytree(source, partial))
 
 
