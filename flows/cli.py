@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
+import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -59,6 +61,9 @@ app.add_typer(cli_hs.app, name="hs")
 app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_runtime.app, name="runtime")
 
+
+STOPPED = 130
+"""Exit status after a signal."""
 
 def show_version(wanted: bool) -> None:
     """Print what is installed, and stop."""
@@ -262,6 +267,26 @@ def require_output() -> None:
         raise DraftsmithError("standard output is closed", mend="let it go to a terminal, a file, a pipe or /dev/null")
 
 
+def tell_failure(said: str, what: str, mend: str | None) -> None:
+    """Say on stderr why the command ends; with --json also on stdout, as JSON on a line."""
+    print(f"{said}: {DraftsmithError(what, mend=mend)}", file=sys.stderr)
+    if "--json" in sys.argv[1:]:
+        print(json.dumps({"error": what, "mend": mend}, ensure_ascii=False))
+
+
+def stop_as_ctrl_c(number: int, _: object) -> None:
+    """Handler of SIGTERM: leave as at Ctrl-C, so that whatever is open is closed and the status is 130."""
+    raise KeyboardInterrupt
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether the terminal shows a record: not what Prefect says of an error of ours, which `main` tells once."""
+    if not record.name.startswith(("prefect.flow_runs", "prefect.task_runs")):
+        return True
+    ours = record.exc_info is not None and isinstance(record.exc_info[1], DraftsmithError)
+    return not ours and not record.getMessage().startswith("Finished in state Failed")
+
+
 def drop_unwritten() -> None:
     """Forget what standard output does not take: Python would try again at its end, and complain in its own words."""
     try:
@@ -279,22 +304,31 @@ def main() -> None:
     try:
         require_output()
         require_words(sys.argv[1:])
+    signal.signal(signal.SIGTERM, stop_as_ctrl_c)
         require_utf8([*sys.argv[1:], str(Path.cwd()), os.environ.get("DRAFTSMITH_HOME", "")])
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(is_news)
         status = app(standalone_mode=False)  # a command's typer.Exit comes back as its number
         sys.stdout.flush()  # a full disk is met here, then, and not when Python ends
         sys.exit(status if isinstance(status, int) else 0)
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
-    except (KeyboardInterrupt, Interrupted) as stop:
-        print(f"stopped: {stop}", file=sys.stderr)
-        sys.exit(130)
+    except Interrupted as stop:
+        tell_failure("stopped", stop.what, stop.mend)
+        sys.exit(STOPPED)
+    except KeyboardInterrupt:
+        tell_failure("stopped", "a signal came", "run the same command again: what was finished is kept")
+        sys.exit(STOPPED)
+        if status == STOPPED:
+            raise KeyboardInterrupt  # which typer made a number of
     except DraftsmithError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell_failure("error", error.what, error.mend)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except BrokenPipeError:  # whoever reads has enough; typer leaves alike
         sys.exit(1)
     except OSError as error:  # the disk's or the network's word, at a place that has no better one
-        print(f"error: {describe_os_error(error)}", file=sys.stderr)
+        told = describe_os_error(error)
+        tell_failure("error", told.what, told.mend)
         logging.getLogger(__name__).debug("raised here", exc_info=error)
         sys.exit(1)
     except Exception as error:
@@ -306,5 +340,7 @@ def main() -> None:
         drop_unwritten()
 
 
+            if "--json" in sys.argv[1:]:
+                print(json.dumps({"error": error.format_message(), "mend": None}))
 if __name__ == "__main__":
     main()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import subprocess
 import sys
@@ -9,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli import is_news
 from flows.cli_support import show_table
+from speculators_core.errors import ConfigError
 from tests.environment import ROOT, child_environment
 
 DEMO = "deployments/recipes/demo.yaml"
@@ -88,6 +92,52 @@ def test_a_command_that_ends_with_a_status_ends_the_process_with_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=child_environment(), check=False)
     assert done.returncode == 3
+
+
+@pytest.mark.parametrize("came", ["SIGTERM", "SIGINT"])
+def test_a_signal_closes_what_is_open_and_says_how_to_go_on(came: str) -> None:
+    code = (
+        "import os, signal, sys, time, flows.cli as cli\n"
+        "@cli.app.command()\n"
+        "def wait() -> None:\n"
+        "    try:\n"
+        f"        os.kill(os.getpid(), signal.{came})\n"
+        "        time.sleep(60)\n"
+        "    finally:\n"
+        "        print('closed', flush=True)\n"
+        "sys.argv = ['draftsmith', 'wait']\n"
+        "cli.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=child_environment(), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (130, "closed\n")
+    assert done.stderr.startswith("stopped: ") and "mend: run the same command again" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("status", "nothing.yaml"), "no recipe at nothing.yaml"), (("status", DEMO, "--frobnicate"), "No such option")],
+)
+def test_a_failure_is_json_too_where_that_was_asked_for(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    done = draftsmith(tmp_path, *arguments, "--json")
+    assert done.returncode == 2 and words in done.stderr
+    told = json.loads(done.stdout)
+    assert set(told) == {"error", "mend"} and words in told["error"]
+
+
+def test_what_prefect_says_of_our_errors_is_told_once_and_of_others_with_all() -> None:
+    def record(name: str, message: str, error: Exception | None = None) -> logging.LogRecord:
+        told = None if error is None else (type(error), error, None)
+        return logging.LogRecord(name, logging.ERROR, "", 0, message, None, told)
+
+    ours, other = ConfigError("no"), ValueError("no")
+    assert not is_news(record("prefect.flow_runs", "Encountered exception during execution", ours))
+    assert not is_news(record("prefect.task_runs", "Task run failed with exception", ours))
+    assert not is_news(record("prefect.flow_runs", "Finished in state Failed('no')"))
+    assert is_news(record("prefect.flow_runs", "Encountered exception during execution", other))
+    assert is_news(record("prefect.flow_runs", "Finished in state Completed()"))
+    assert is_news(record("speculators_core.run", "stage=train failed", ours))
 
 
 def test_the_state_root_is_where_it_was_asked_to_be(tmp_path: Path) -> None:
