@@ -38,6 +38,7 @@ from flows.cli_support import (
     SetOption,
     by_name,
     copy_draft,
+    evaluated,
     load,
     prepare_environment,
     run_stages,
@@ -54,7 +55,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",  # paragraphs are filled anew to the terminal's width
     help="Keep the draft model of a vLLM deployment in step with its verifier.\n\n"
     "`draftsmith retrain RECIPE` runs the whole loop; the other commands run one stage of it, with what comes before "
-    "taken from the store. State lives under DRAFTSMITH_HOME (default .draftsmith).",
+    "taken from the store, or made where it is missing there. State lives under DRAFTSMITH_HOME (default .draftsmith).",
 )
 app.add_typer(cli_data.app, name="data")
 app.add_typer(cli_hs.app, name="hs")
@@ -179,8 +180,8 @@ def evaluate(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_jso
 
 @app.command()
 def register(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json: JsonOption = False) -> None:
-    """Register the evaluated draft in MLflow; safe to repeat."""
-    results, run = run_stages(recipe, overrides, "evaluate", as_json, show=False)
+    """Register the evaluated draft in MLflow; safe to repeat. A draft that is not evaluated yet is refused."""
+    results, run = evaluated(recipe, overrides)
     from tasks.release import register_draft
 
     version = register_draft(run, by_name(results, "export").ref, by_name(results, "evaluate").ref)
@@ -199,6 +200,11 @@ def status(recipe: RecipeArgument, overrides: SetOption = NO_OVERRIDES, as_json:
         print(found.model_dump_json(indent=2))
         return
     show_table(loaded.name, [(line.name, line.text) for line in found.lines])
+    named = shlex.join([str(recipe), *(part for override in overrides for part in ("--set", override))])
+    if found.done:
+        print(f"next: nothing; `draftsmith plan {named}` tells whether it is still in step")
+    else:
+        print(f"next: `draftsmith retrain {named}`; `draftsmith plan {named}` tells tokens, bytes and time")
 
 
 @app.command()

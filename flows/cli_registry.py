@@ -14,6 +14,7 @@ from flows.cli_support import (
     JsonOption,
     SetOption,
     by_name,
+    evaluated,
     model_of,
     prepare_environment,
     print_table,
@@ -49,9 +50,9 @@ def promote(
 ) -> None:
     """Ask the gate, and move the alias `champion` when it passes; or make a registered version the champion.
 
-    `promote RECIPE` measures the recipe's draft against what serves. `promote MODEL VERSION` measures nothing: the
-    version must be proven for its verifier, as that lies on disk now, and for the runtime, and what serves must still
-    be what the gate compared it with. `--force` waives the gate, is written to the audit log, and needs a reason.
+    `promote RECIPE` holds the recipe's evaluated draft against what serves. `promote MODEL VERSION` measures nothing:
+    the version must be proven for its verifier, as that lies on disk now, and for the runtime, and what serves must
+    still be what the gate compared it with. `--force` waives the gate, is written to the audit log, and needs a reason.
     """
     if version is None:
         if force or verifier or not Path(target).suffix:
@@ -75,7 +76,7 @@ def promote(
 
 
 def _promote_recipe(recipe: Path, overrides: list[str], as_json: bool) -> None:
-    results, run = run_stages(recipe, overrides, "evaluate", as_json, show=False)
+    results, run = evaluated(recipe, overrides)
     from tasks.release import promote_version, register_draft
 
     draft = by_name(results, "export").ref

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from speculators_core.errors import ConfigError
+from speculators_core.errors import ConfigError, DraftsmithError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -66,6 +67,29 @@ def run_stages(
     if as_json and show:
         print(json.dumps([r.model_dump(mode="json") for r in results], indent=2))
     return results, run
+
+
+def evaluated(recipe: Path, overrides: Sequence[str]) -> tuple[list[StageResult], Run]:
+    """The stages of a recipe that has been evaluated, found in the store, and a run to go on with; nothing is made.
+
+    Raises:
+        ConfigError: fewer prompts than the gate asks for. DraftsmithError: a stage is not done yet.
+    """
+    settings = prepare_environment()
+    from speculators_core.run import NotProduced, Run
+    from speculators_core.stages import require_prompts, run_until
+    from tasks.warm_start import recipe_start
+
+    loaded = load(recipe, overrides)
+    run = Run(loaded, settings.home, only_look=True, warm_start=recipe_start(loaded))
+    try:
+        results = list(run_until(run, "evaluate"))
+    except NotProduced as error:
+        raise DraftsmithError(
+            f"{recipe} is not evaluated yet: {error.what}", mend=f"draftsmith retrain {recipe}"
+        ) from error
+    require_prompts(loaded, by_name(results, "prepare"))
+    return results, replace(run, only_look=False)
 
 
 class ProgressLine:

@@ -7,15 +7,14 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
 from speculators_core import stages
 from speculators_core.config import Recipe
 from speculators_core.lifecycle.changes import tags_of
-from speculators_core.lifecycle.matrix import GATE_TAG
-from speculators_core.lifecycle.promotion import CHALLENGER, settle
+from speculators_core.lifecycle.matrix import FINGERPRINT_TAG, GATE_TAG, RUNTIME_TAG
+from speculators_core.lifecycle.promotion import CHALLENGER, CHAMPION, settle
 from speculators_core.lifecycle.promotion import promote as move_champion
 from speculators_core.run import NotProduced, Run, StageResult
 from speculators_core.stages import read_evaluation
@@ -34,8 +33,8 @@ from speculators_core.summary import (
     VerifierSummary,
 )
 from speculators_core.types import ArtifactRef, StrictModel
-from tasks.adapters.registry import DraftRegistry, VersionFacts, draft_is_kept
-from tasks.adapters.registry_view import look
+from tasks.adapters.registry import DRAFT_TAG, DraftRegistry, VersionFacts, draft_is_kept
+from tasks.adapters.registry_view import ModelView, look
 from tasks.adapters.settings import settings
 from tasks.events import GateRefused
 from tasks.judging import compared_with, judge_version, noted_decision, verifier_name
@@ -276,14 +275,24 @@ class Status(StrictModel):
     recipe: str
     lines: tuple[StatusLine, ...]
 
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to do."""
+        return all(line.state != "to do" for line in self.lines)
+
 
 def describe_status(recipe: Recipe) -> Status:
     """Look, without making anything, at each stage in order and at the registry."""
     run = Run(recipe, settings().home, only_look=True, warm_start=recipe_start(recipe))
+    registry = look(settings(), recipe.deployment)
     lines: list[StatusLine] = []
+    found: dict[str, StageResult] = {}
+    release = TO_RELEASE
     try:
         for result in stages.run_until(run, "evaluate"):
             lines.append(StatusLine(name=result.name, state="done", text=f"done     {result.ref.uri}"))
+            found[result.name] = result
+        release = release_lines(run, registry, found["export"].ref)
     except NotProduced as missing:
         todo = stages.order_of(recipe)[len(lines) :]
         lines += [StatusLine(name=name, state="to do", text="to do") for name in todo]
@@ -291,18 +300,38 @@ def describe_status(recipe: Recipe) -> Status:
     if "capture" not in stages.order_of(recipe):
         why = f"skipped  hidden_states.mode is {recipe.hidden_states.mode}: streamed into training"
         lines.insert(stages.ORDER.index("capture"), StatusLine(name="capture", state="skipped", text=why))
-    for version, tags in registered_versions(recipe):
-        text = "  ".join(f"{key}={value}" for key, value in tags.items())
-        lines.append(StatusLine(name=f"version {version}", state="registered", text=text))
-    return Status(recipe=recipe.name, lines=tuple(lines))
-
-
-def registered_versions(recipe: Recipe) -> list[tuple[str, dict[str, Any]]]:
-    """Versions of the deployment's model with the tags one looks for; empty where MLflow has no store yet."""
-    registry = look(settings(), recipe.deployment)
-    found = []
+    lines += release
     for version in sorted(registry.tags, key=int):
         tags = registry.tags[version]
         held = ",".join(sorted(name for name, number in registry.aliases.items() if number == version))
-        found.append((version, {"al": tags.get("al", "-"), "gate": tags.get(GATE_TAG, "-"), "aliases": held or "-"}))
-    return found
+        text = f"al={tags.get('al', '-')}  gate={tags.get(GATE_TAG, '-')}  aliases={held or '-'}"
+        lines.append(StatusLine(name=f"version {version}", state="registered", text=text))
+    if not registry.tags:
+        text = f"nothing is registered as {recipe.deployment} yet"
+        lines.append(StatusLine(name="registered", state="none", text=text))
+    return Status(recipe=recipe.name, lines=tuple(lines))
+
+
+TO_RELEASE = (
+    StatusLine(name="register", state="to do", text="to do"),
+    StatusLine(name="promote", state="to do", text="to do    the gate decides, every time"),
+)
+
+
+def release_lines(run: Run, registry: ModelView, draft: ArtifactRef) -> tuple[StatusLine, ...]:
+    """Whether the evaluated draft is registered for its verifier and runtime, and whether it serves."""
+    here = (draft.digest, run.fingerprint.digest, run.runtime.key)
+    same = [
+        version
+        for version, tags in registry.tags.items()
+        if (tags.get(DRAFT_TAG), tags.get(FINGERPRINT_TAG), tags.get(RUNTIME_TAG)) == here
+    ]
+    if not same:
+        return TO_RELEASE
+    version = min(same, key=int)
+    registered = StatusLine(name="register", state="done", text=f"done     version {version}")
+    if registry.version_of(CHAMPION) == version:
+        return (registered, StatusLine(name="promote", state="done", text="done     it is the champion"))
+    if (outcome := registry.tags[version].get(GATE_TAG, "pass")) != "pass":
+        return (registered, StatusLine(name="promote", state="refused", text=f"refused  the gate said {outcome}"))
+    return (registered, TO_RELEASE[1])

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from speculators_core import stages
 from speculators_core.config import load_recipe
 from speculators_core.errors import RegistryError
 from speculators_core.lifecycle.promotion import settle
@@ -70,6 +73,21 @@ def test_a_story_of_changes(world: World) -> None:
     assert refused.returncode == 1 and "the champion was version 1 and is 2" in refused.stderr
     (reason,) = world.ask("why", MODEL, "--runtime", load_recipe(world.recipe).runtime.url or "")["reasons"]
     assert "device cpu → unknown" in reason, "without its store the server does not say what it is"
+
+
+def test_what_is_not_evaluated_is_neither_registered_nor_promoted_and_status_says_what_is_next(world: World) -> None:
+    words = Tokenizer(WordLevel({word: number for number, word in enumerate(("hi", "hello", "?"))}, unk_token="?"))
+    words.save(str(world.verifier / "tokenizer.json"))
+    recipe, short = str(world.recipe), ("--set", "data.max_length=256")
+    for command in ("register", "promote"):
+        refused = world.run(command, recipe, *short, "--json")
+        assert refused.returncode == 1 and "is not evaluated yet: preflight has not been run" in refused.stderr
+        told = json.loads(refused.stdout)
+        assert told["mend"] == f"draftsmith retrain {recipe}" and told["error"] in refused.stderr
+    told = world.say("status", recipe, *short)
+    assert "nothing is registered as chat yet" in told
+    assert f"next: `draftsmith retrain {recipe} --set data.max_length=256`; `draftsmith plan" in told
+    assert all(f"│ {name} " in told for name in (*stages.ORDER, "register", "promote"))
 
 
 @pytest.fixture

@@ -13,7 +13,10 @@ from speculators_core.config import load_recipe
 from speculators_core.lifecycle.plan import MADE_OF, PlannedStage
 from speculators_core.run import NotProduced, Run
 from speculators_core.store import input_digest
+from speculators_core.types import ArtifactRef
+from tasks.adapters.registry_view import ModelView
 from tasks.planner import Champion, Planner
+from tasks.release import release_lines
 from tests.integration.planning_world import World, serve_runtime
 
 DATASET = {"tokens": 1000, "rows": 10, "splits": {"train": 8, "validation": 2}}
@@ -106,3 +109,22 @@ def test_numbers_of_other_data_are_known_for_what_they_are(world: World) -> None
     assert not borrows(looking(world))
     other = looking(world, "data.max_rows=3")
     assert borrows(other) and planned(other)["prepare"].tokens == 1000
+
+
+def test_status_says_whether_the_evaluated_draft_is_registered_here_and_serves(world: World) -> None:
+    run = looking(world)
+    draft = ArtifactRef(uri="store/draft/x", digest="d" * 64, kind="draft")
+    here = {"draft.digest": draft.digest, "verifier.fingerprint": run.fingerprint.digest}
+    here |= {"runtime.key": run.runtime.key}
+
+    def states(aliases: dict[str, str], **tags: dict[str, str]) -> list[str]:
+        versions = {name.removeprefix("v"): found for name, found in tags.items()}
+        return [
+            line.state for line in release_lines(run, ModelView(model="chat", aliases=aliases, tags=versions), draft)
+        ]
+
+    assert states({}) == ["to do", "to do"]
+    assert states({"champion": "1"}, v1={**here, "runtime.key": "another"}) == ["to do", "to do"]
+    assert states({}, v1=here) == ["done", "to do"]
+    assert states({"champion": "1"}, v1=here) == ["done", "done"]
+    assert states({"champion": "1"}, v1={}, v2={**here, "gate.outcome": "fail-floor"}) == ["done", "refused"]
