@@ -16,10 +16,15 @@ class SampleConfig(StrictModel):
     directory: str = Field(min_length=1, description="where they go, one file for each engine")
     rate: float = Field(0.0, ge=0, le=1, description="share of the permitted requests that is kept, whatever it is")
     acceptance_below: float | None = Field(
-        None, ge=1, description="further, replies that are not streamed and whose acceptance length is lower than that"
+        None,
+        ge=1,
+        description="further, replies whose acceptance length is lower than that; a streamed one tells it only where "
+        "its client asks for usage",
     )
     consent: Literal["header", "all"] = Field(
-        "header", description="header: requests with `x-draftsmith-consent: yes` alone · all: every user agreed"
+        "header",
+        description="header: requests with `x-draftsmith-consent: yes` alone · all: every user agreed, but for "
+        "requests whose header says otherwise",
     )
     redact: str | None = Field(
         None, description="MODULE:FUNCTION in the engine's environment: messages to messages, or None to leave out"

@@ -31,6 +31,21 @@ DASHES: dict[str, object] = {"model": MODEL, "prompt": [DASH] * 24, "temperature
 """A request for dashes, but for its length."""
 
 
+def always_say(token: int, draft: Path, *, salt: float = 1.0) -> None:
+    """Make an exported draft of KEPT tokens one that says this token for ever."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(draft / "model.safetensors")
+    tensors["norm.weight"] = torch.zeros_like(tensors["norm.weight"])  # all logits equal: the first token wins
+    tensors["fc.weight"] = salt * tensors["fc.weight"]
+    kept = torch.arange(token, token + KEPT)
+    tensors["d2t"] = kept - torch.arange(KEPT)
+    tensors["t2d"] = torch.zeros_like(tensors["t2d"])
+    tensors["t2d"][kept] = True
+    save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+
+
 @dataclass
 class ServingWorld:
     """A state root with a registry, and drafts to register in it."""
@@ -42,9 +57,6 @@ class ServingWorld:
 
     def register(self, token: int, *, outcome: str = "pass", salt: float = 1.0) -> str:
         """A version whose draft always says this token; `salt` makes other bytes of the same draft."""
-        import torch
-        from safetensors.torch import load_file, save_file
-
         from tasks.adapters.registry import DraftRegistry, VersionFacts
         from tasks.observe import tracking
 
@@ -52,14 +64,7 @@ class ServingWorld:
         key = f"{token:x}{int(1000 * salt):x}".rjust(64, "0")
         draft = store.workspace("draft", key)
         shutil.copytree(self.untrained, draft, dirs_exist_ok=True)
-        tensors = load_file(draft / "model.safetensors")
-        tensors["norm.weight"] = torch.zeros_like(tensors["norm.weight"])  # all logits equal: the first token wins
-        tensors["fc.weight"] = salt * tensors["fc.weight"]
-        kept = torch.arange(token, token + KEPT)
-        tensors["d2t"] = kept - torch.arange(KEPT)
-        tensors["t2d"] = torch.zeros_like(tensors["t2d"])
-        tensors["t2d"][kept] = True
-        save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+        always_say(token, draft, salt=salt)
         ref = store.publish(draft, "draft", key)
         path = store.path(ref)
         info, print_ = probe_runtime(self.runtime, home=self.home), fingerprint(self.verifier, home=self.home)

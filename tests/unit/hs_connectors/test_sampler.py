@@ -15,6 +15,7 @@ import pytest
 from hs_connectors.errors import SettingsError
 from hs_connectors.vllm.sampler import VARIABLE, Sampler, SampleSettings, read_answer
 from speculators_core.data.conversations import normalise, read_conversations
+from speculators_core.engine.client import NOBODYS
 
 MESSAGES = [{"role": "user", "content": "my name is Ada"}]
 YES = [(b"X-Draftsmith-Consent", b"yes")]
@@ -34,10 +35,11 @@ def events(*chunks: Any) -> list[bytes]:
     return [*(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks), b"data: [DONE]\n\n"]
 
 
-def streamed(*parts: str) -> list[bytes]:
+def streamed(*parts: str, histogram: list[int] | None = None) -> list[bytes]:
     deltas = [{"role": "assistant"}, *({"content": part} for part in parts)]
     choices = [*(choice(delta=delta) for delta in deltas), choice(finish_reason="stop", delta={})]
-    return events(*({"choices": [one]} for one in choices), {"choices": []})
+    usage = {"choices": [], "metrics": {"speculative_decoding": {"acceptance_histogram": histogram}}}
+    return events(*({"choices": [one]} for one in choices), *([usage] if histogram else []))
 
 
 def serve(answer: list[bytes], status: int = 200) -> Callable[..., Any]:
@@ -102,14 +104,25 @@ def test_what_was_not_agreed_to_or_failed_or_is_no_chat_is_not_kept(sample: Any,
     assert sample(whole("Hello"), **request_of) == []
 
 
-def test_an_operator_may_say_that_all_agreed(sample: Any) -> None:
+def test_an_operator_may_say_that_all_agreed_but_for_those_who_say_no(sample: Any) -> None:
+    refusals = [(name.encode(), value.encode()) for name, value in NOBODYS.items()]
+    assert sample(whole("Hello"), headers=refusals, consent="all") == [], "a request of draftsmith's own"
+    assert sample(whole("Hello"), headers=[*YES, *refusals], consent="all") == []
     assert len(sample(whole("Hello"), headers=[], consent="all")) == 1
+
+
+def test_what_is_kept_is_its_owners_alone(sample: Any, tmp_path: Path) -> None:
+    assert len(sample(whole("Hello"))) == 1
+    (file,) = (tmp_path / "kept").iterdir()
+    assert [path.stat().st_mode & 0o777 for path in (file.parent, file)] == [0o700, 0o600]
 
 
 def test_the_worst_accepted_are_kept_whatever_the_rate(sample: Any) -> None:
     assert len(sample(whole("x", [8, 2, 0]), rate=0.0, acceptance_below=1.5)) == 1
     assert len(sample(whole("x", [0, 2, 8]), rate=0.0, acceptance_below=1.5)) == 1, "the second was accepted well"
-    assert len(sample(streamed("x"), rate=0.0, acceptance_below=1.5)) == 1, "a streamed one does not tell"
+    assert len(sample(streamed("x"), rate=0.0, acceptance_below=1.5)) == 1, "a stream without usage does not tell"
+    assert len(sample(streamed("x", histogram=[0, 2, 8]), rate=0.0, acceptance_below=1.5)) == 1
+    assert len(sample(streamed("x", histogram=[8, 2, 0]), rate=0.0, acceptance_below=1.5)) == 2
 
 
 def test_redaction_comes_before_the_disk(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:

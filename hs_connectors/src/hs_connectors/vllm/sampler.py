@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "DRAFTSMITH_SAMPLE"
 CONSENT_HEADER = "x-draftsmith-consent"
-"""A request that carries it with the value `yes` may be kept."""
+"""A request that carries it with the value `yes` may be kept; with any other, never."""
 _PATH = "/v1/chat/completions"
 _MOST_BYTES = 4 << 20
 """Of a request and of an answer: longer ones are not sampled."""
@@ -49,8 +49,10 @@ class SampleSettings:
     directory          where lines go: one file for each server process
     rate               share of the permitted requests that is kept, whatever they are like
     acceptance_below   further, those whose draft was accepted worse than that (1 + accepted / drafts); the server must
-                       be started with --per-request-spec-decode-metrics, and a streamed reply does not tell
-    consent            header: only requests with `x-draftsmith-consent: yes`; all: every user of this server agreed
+                       be started with --per-request-spec-decode-metrics, and a streamed reply tells only where its
+                       client asks for `stream_options: {include_usage: true}`
+    consent            header: only requests with `x-draftsmith-consent: yes`; all: every user of this server agreed,
+                       but for requests whose header says something else
     redact             "module:function" of (messages) -> messages, or None to leave the conversation out; it sees all
                        that is kept of them, `reasoning_content` too, and no `tools` are kept beside what it returns
     max_bytes          of the file; then nothing more is kept
@@ -140,9 +142,8 @@ class Keeper:
 
     def permits(self, headers: list[tuple[bytes, bytes]]) -> bool:
         """Whether the request's user agreed."""
-        return self._settings.consent == "all" or any(
-            name.lower() == CONSENT_HEADER.encode() and value.strip().lower() == b"yes" for name, value in headers
-        )
+        said = {value.strip().lower() for name, value in headers if name.lower() == CONSENT_HEADER.encode()}
+        return said == {b"yes"} if said else self._settings.consent == "all"
 
     def offer(self, asked: bytes, answered: bytes) -> None:
         """Keep it, perhaps; returns at once."""
@@ -180,7 +181,8 @@ class Keeper:
         text = json.dumps(line, ensure_ascii=False) + "\n"
         if self._written + len(text.encode()) > self._settings.max_bytes:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path.touch(mode=0o600)
         with self._path.open("a", encoding="utf-8") as file:
             self._written += len(text.encode())
             file.write(text)
@@ -189,15 +191,18 @@ class Keeper:
 def read_answer(payload: bytes) -> tuple[dict[str, Any] | None, float | None]:
     """(the assistant's message, acceptance length) of an answer's first choice.
 
-    Streamed answers are put together, and do not tell acceptance. None in place of a message where it is no whole reply
-    in words: broken off, without text, or a call of tools. One that a limit or a stop string ended says so, by
-    `finish_reason: length`: no end of turn is learned from it.
+    Streamed answers are put together; of acceptance their last chunk tells, where there is one of usage. None in place
+    of a message where it is no whole reply in words: broken off, without text, or a call of tools. One that a limit or
+    a stop string ended says so, by `finish_reason: length`: no end of turn is learned from it.
     """
     if not payload.lstrip().startswith(b"data:"):
         answer = json.loads(payload)
         return _message([answer], "message"), _acceptance(answer)
     *events, last = (line[5:].strip() for line in payload.splitlines() if line.startswith(b"data:"))
-    return (_message([json.loads(event) for event in events], "delta") if last == b"[DONE]" else None), None
+    if last != b"[DONE]":
+        return None, None
+    chunks = [json.loads(event) for event in events]
+    return _message(chunks, "delta"), _acceptance(chunks[-1])
 
 
 def _message(chunks: Iterable[Mapping[str, Any]], part: Literal["message", "delta"]) -> dict[str, Any] | None:
