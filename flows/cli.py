@@ -62,9 +62,9 @@ app.add_typer(cli_hs.app, name="hs")
 app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_runtime.app, name="runtime")
 
-
 STOPPED = 130
 """Exit status after a signal."""
+
 
 def show_version(wanted: bool) -> None:
     """Print what is installed, and stop."""
@@ -267,12 +267,6 @@ def require_words(arguments: Iterable[str]) -> None:
         raise ConfigError("one of the arguments is empty", mend="is a variable of the shell unset?")
 
 
-def require_output() -> None:
-    """DraftsmithError where standard output is closed: what a command prints would be lost, and it would succeed."""
-    if sys.stdout is None:
-        raise DraftsmithError("standard output is closed", mend="let it go to a terminal, a file, a pipe or /dev/null")
-
-
 def tell_failure(said: str, what: str, mend: str | None) -> None:
     """Say on stderr why the command ends; with --json also on stdout, as JSON on a line."""
     print(f"{said}: {DraftsmithError(what, mend=mend)}", file=sys.stderr)
@@ -293,6 +287,12 @@ def is_news(record: logging.LogRecord) -> bool:
     return not ours and not record.getMessage().startswith("Finished in state Failed")
 
 
+def require_output() -> None:
+    """DraftsmithError where standard output is closed: what a command prints would be lost, and it would succeed."""
+    if sys.stdout is None:
+        raise DraftsmithError("standard output is closed", mend="let it go to a terminal, a file, a pipe or /dev/null")
+
+
 def drop_unwritten() -> None:
     """Forget what standard output does not take: Python would try again at its end, and complain in its own words."""
     try:
@@ -304,18 +304,20 @@ def drop_unwritten() -> None:
 
 def main() -> None:
     """Run the command; errors of ours become one clear message and an exit status (2 recipe, 1 other, 130 signal)."""
+    signal.signal(signal.SIGTERM, stop_as_ctrl_c)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(is_news)
     for noisy in ("httpx", "httpcore", "alembic", "mlflow", "matplotlib", "prefect.server"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         require_output()
         require_words(sys.argv[1:])
-    signal.signal(signal.SIGTERM, stop_as_ctrl_c)
         require_utf8([*sys.argv[1:], str(Path.cwd()), os.environ.get("DRAFTSMITH_HOME", "")])
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(is_news)
         status = app(standalone_mode=False)  # a command's typer.Exit comes back as its number
         sys.stdout.flush()  # a full disk is met here, then, and not when Python ends
+        if status == STOPPED:
+            raise KeyboardInterrupt  # which typer made a number of
         sys.exit(status if isinstance(status, int) else 0)
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
@@ -325,8 +327,6 @@ def main() -> None:
     except KeyboardInterrupt:
         tell_failure("stopped", "a signal came", "run the same command again: what was finished is kept")
         sys.exit(STOPPED)
-        if status == STOPPED:
-            raise KeyboardInterrupt  # which typer made a number of
     except DraftsmithError as error:
         tell_failure("error", error.what, error.mend)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
@@ -340,13 +340,13 @@ def main() -> None:
     except Exception as error:
         if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "show"):
             error.show()
+            if "--json" in sys.argv[1:]:
+                print(json.dumps({"error": error.format_message(), "mend": None}))
             sys.exit(getattr(error, "exit_code", 2))
         raise
     finally:
         drop_unwritten()
 
 
-            if "--json" in sys.argv[1:]:
-                print(json.dumps({"error": error.format_message(), "mend": None}))
 if __name__ == "__main__":
     main()
