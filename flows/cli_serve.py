@@ -49,9 +49,10 @@ def serve(
     """
     home = prepare_environment().home
     if events is not None:
-        from speculators_core.store.files import require_place
+        from speculators_core.store import storage_errors
 
-        require_place(events)
+        with storage_errors(events, "opening the file of events"), events.open("ab"):
+            pass
     name, _, alias = target.partition("@")
     named = Path(name) if Path(name).suffix in (".yaml", ".yml") else recipe
     loaded = None if named is None else load(named, overrides)

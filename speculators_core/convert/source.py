@@ -20,7 +20,6 @@ from speculators_core.formats.directory import CONFIG, MASK_EMBEDDING, read_conf
 from speculators_core.verifier.weights import INDEX, locate
 
 if TYPE_CHECKING:
-    from safetensors import safe_open
     from torch import Tensor
 
 PICKLED = (".bin", ".pt", ".pth")
@@ -157,7 +156,7 @@ class Source:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[safe_open]:
+def _opened(file: Path) -> Iterator[Any]:
     """A safetensors file; FormatError where it is torn."""
     from safetensors import SafetensorError, safe_open
 
