@@ -61,6 +61,17 @@ def read_facts(verifier_dir: Path) -> VerifierFacts:
     Raises:
         VerifierError: not a model directory, unreadable or incomplete config.json, or a final norm that is no RMSNorm.
     """
+    try:
+        return _facts(verifier_dir)
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:  # a value of another type
+        told = " ".join(str(error).split())
+        raise VerifierError(
+            f"{verifier_dir}/config.json or its generation_config.json holds what no model has: {told}",
+            mend="copy the verifier again, or correct that value",
+        ) from error
+
+
+def _facts(verifier_dir: Path) -> VerifierFacts:
     top = read_config(verifier_dir)
     text = _text_config(top)
     model_type = str(text.get("model_type") or top.get("model_type") or "")

@@ -10,7 +10,7 @@ import fsspec
 import pytest
 
 from speculators_core.errors import VerifierError
-from speculators_core.verifier.facts import read_config
+from speculators_core.verifier.facts import read_config, read_facts
 from speculators_core.verifier.files import LocalFiles, open_verifier
 from speculators_core.verifier.fingerprint import describe, fingerprint
 from speculators_core.verifier.weights import parse_index
@@ -63,6 +63,28 @@ def test_a_nested_model_that_is_none_leaves_the_outer_ones_shape(verifier: Path)
     config = json.loads((verifier / "config.json").read_text())
     (verifier / "config.json").write_text(json.dumps(config | {"text_config": None, "llm_config": 5}))
     assert describe(LocalFiles(verifier, home=None)).shape["hidden_size"] == config["hidden_size"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": "small"},
+        {"rms_norm_eps": 10**400},
+        {"eos_token_id": "end"},
+        {"eos_token_id": [{}]},
+        {"architectures": 5},
+        {"architectures": [5]},
+        {"rope_scaling": "linear"},
+        {"num_key_value_heads": [2]},
+        {"num_experts": "many"},
+    ],
+    ids=json.dumps,
+)
+def test_a_value_of_another_type_is_named(verifier: Path, changes: dict[str, Any]) -> None:
+    config = json.loads((verifier / "config.json").read_text())
+    (verifier / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(VerifierError, match=r"config\.json .*holds what no model has: "):
+        read_facts(verifier)
 
 
 def test_an_object_whose_copy_would_lie_elsewhere_is_refused(tmp_path: Path) -> None:
