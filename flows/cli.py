@@ -338,7 +338,7 @@ def main() -> None:
         logging.getLogger(__name__).debug("raised here", exc_info=error)
         sys.exit(1)
     except Exception as error:
-        if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "show"):
+        if hasattr(error, "show") and hasattr(error, "format_message"):  # of typer, about the command line
             error.show()
             if "--json" in sys.argv[1:]:
                 print(json.dumps({"error": error.format_message(), "mend": None}))

@@ -287,7 +287,7 @@ def describe_status(recipe: Recipe) -> Status:
     registry = look(settings(), recipe.deployment)
     lines: list[StatusLine] = []
     found: dict[str, StageResult] = {}
-    release = TO_RELEASE
+    release: tuple[StatusLine, ...] = TO_RELEASE
     try:
         for result in stages.run_until(run, "evaluate"):
             lines.append(StatusLine(name=result.name, state="done", text=f"done     {result.ref.uri}"))
