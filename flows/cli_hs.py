@@ -107,7 +107,8 @@ def gc(
     """Show which records nobody will take any more, and with --apply delete them and what killed writers left.
 
     A record is leased to its reader from when it was written; readers delete what they have taken. What is older than a
-    lease belongs to nobody: its reader died.
+    lease belongs to nobody: its reader died. What bears the name of a record and is none is named and stays; the status
+    is 1 then.
     """
     with connector_errors():
         if find_set(store) is not None:
@@ -115,9 +116,13 @@ def gc(
         from hs_connectors.upkeep import collect
 
         expired = collect(open_store(store), as_seconds(lease), apply=apply)
-    show([_facts(entry) for entry in expired], [_line(entry) for entry in expired], as_json)
+    gone = [found.entry for found in expired if found.problem is None]
+    lines = [(found.entry.key, found.problem) if found.problem else _line(found.entry) for found in expired]
+    show([_facts(found.entry) | {"problem": found.problem} for found in expired], lines, as_json)
     if not as_json:
-        print(f"{'deleted' if apply else 'would delete'} {_summary(expired)}")
+        print(f"{'deleted' if apply else 'would delete'} {_summary(gone)}")
+    if len(gone) < len(expired):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -128,7 +133,7 @@ def copy(
 ) -> None:
     """Copy a set to another directory, or records to another store; every byte is verified on the way.
 
-    A copy that was cut off goes on when it is started again.
+    A copy that was cut off goes on when it is started again. A store of another engine's states is refused as TO.
     """
     with connector_errors():
         states = find_set(source)

@@ -114,11 +114,14 @@ class Backend(Protocol):
         ...
 
     def fetch(self, key: str, timeout_s: float) -> Payload:
-        """Wait for the payload. CaptureFailed on an error marker, RecordTimeout after `timeout_s`."""
+        """Wait for the payload. CaptureFailed on an error marker, RecordTimeout after `timeout_s`.
+
+        EntryError, at once, for what was not written here, RecordCorrupt where the store itself sees damage.
+        """
         ...
 
     def discard(self, key: str) -> None:
-        """Remove payload and error marker; silent when there is none."""
+        """Remove payload and error marker; silent when there is none, EntryError for what was not written here."""
         ...
 
     def entries(self) -> Iterator[Entry]:

@@ -6,7 +6,8 @@
     ├── RecordError          the bytes are not a whole record of this schema
     │   ├── RecordCorrupt    the checksum does not match
     │   └── RecordNotFinite  states hold NaN or infinity: refused before writing
-    ├── StorageError         the store refused a read or a write (full, read-only, symlink, gone)
+    ├── StorageError         the store refused a read or a write (full, read-only, gone)
+    │   └── EntryError       one entry can be neither read nor deleted (no file, not ours): the others may be
     ├── CaptureFailed        the writer published an error instead of the record
     └── RecordTimeout        neither a record nor an error appeared in time
 
@@ -52,6 +53,10 @@ class RecordNotFinite(RecordError):
 
 class StorageError(ConnectorError):
     """A backend's store refused a read or a write."""
+
+
+class EntryError(StorageError):
+    """One entry of a store is nothing that its backend wrote, or cannot be read or deleted; the others may be."""
 
 
 class CaptureFailed(ConnectorError):

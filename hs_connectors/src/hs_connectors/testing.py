@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,11 @@ from hs_connectors.errors import (
     RecordNotFinite,
     RecordTimeout,
     SettingsError,
+    StorageError,
 )
 from hs_connectors.record import pack, unpack
 from hs_connectors.registry import open_backend, open_reader, open_writer
+from hs_connectors.upkeep import check, collect, copy
 
 HOSTILE_KEYS = ("", ".", "..", "../up", "/etc/passwd", "a/b", "a\\b", "a.error", "a\x00b", "x" * 129, "é", "a\n")
 
@@ -66,6 +68,13 @@ class BackendContract:
     def make_config(self, tmp_path: Path) -> Mapping[str, Any]:
         """A configuration for a fresh, empty store."""
         raise NotImplementedError
+
+    def lay_foreign(self, tmp_path: Path) -> Callable[[], object]:
+        """Lay other people's things into the prepared store under the names of records; what looks at them there.
+
+        Nothing, as here, in a store where nobody else can write.
+        """
+        return lambda: None
 
     def open(self, tmp_path: Path) -> tuple[Writer, Reader]:
         """A writer and a reader of the same store, opened apart as two processes would."""
@@ -209,6 +218,47 @@ class BackendContract:
         for _ in range(3):
             reader.delete(handle)
         _expect(RecordTimeout, reader, 0)
+
+    def test_what_others_keep_there_stays_and_stops_nothing(self, tmp_path: Path) -> None:
+        """Care of the store names what is not its own, goes on, and deletes its own only."""
+        backend = open_backend(self.backend_name, self.make_config(tmp_path))
+        backend.prepare()
+        backend.publish("zz-ours", pack(make_record()))
+        backend.fail("zz-failed", "why")
+        look = self.lay_foreign(tmp_path)
+        before = look()
+        backend.prepare()
+        assert [found.entry.key for found in check(backend) if found.problem is None] == ["zz-ours"]
+        expired = [found.entry.key for found in collect(backend, -60, apply=True) if found.problem is None]
+        assert sorted(expired) == ["zz-failed", "zz-ours"]
+        for entry in backend.entries():
+            try:
+                backend.discard(entry.key)
+            except StorageError:
+                continue
+            raise AssertionError(f"{entry.key} is not its own, and was deleted")
+        assert look() == before
+
+    def test_a_store_of_another_engine_takes_no_copy(self, tmp_path: Path) -> None:
+        """Of one that captures the same it does, and the announcement there stays."""
+        store = open_backend(self.backend_name, self.make_config(tmp_path))
+        store.prepare()
+        announced = {"verifier_fingerprint": "a", "layer_ids": [1, 4, 8], "codec": "none", "pid": 1}
+        store.announce(announced)
+        source = open_backend("memory", {"space": f"source of {tmp_path}"})
+        source.publish("key", pack(make_record()))
+        for facts in ({"verifier_fingerprint": "b"}, {"layer_ids": [1, 4]}, {"codec": "fp8"}):
+            source.announce(announced | facts)
+            try:
+                list(copy(source, store))
+            except SettingsError as error:
+                assert all(str(side) in error.what for name in facts for side in (facts[name], announced[name]))
+            else:
+                raise AssertionError(f"{facts} were copied into the store of {announced}")
+        assert list(store.entries()) == []
+        source.announce(announced | {"pid": 2})
+        assert [done.records for done in copy(source, store)] == [1]
+        assert store.announcement() == announced
 
     def test_hostile_keys_are_refused(self, tmp_path: Path) -> None:
         """By the handle, and by every method that takes a bare key."""

@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -141,6 +142,48 @@ def test_copy_takes_records_to_another_store_and_goes_on(store: Path, tmp_path: 
     (store / "row-1.safetensors").write_bytes(b"not a record at all")
     with pytest.raises(DraftsmithError, match=r"row-1[\s\S]*mend: delete it"):
         run("copy", store, target)
+
+
+def test_what_is_no_record_is_named_and_stops_nothing(store: Path, tmp_path: Path) -> None:
+    os.mkfifo(store / "pipe.safetensors")
+    (store / "link.safetensors").symlink_to(store / "row-1.safetensors")
+    (store / "directory.safetensors").mkdir()
+    (store / "note.error.json").write_text('{"code": 1}')
+    odd = {"pipe", "link", "directory", "note"}
+    found, status = run("verify", store)
+    assert status == 1 and found["records"] == 3
+    assert {line["key"] for line in found["problems"]} == odd | {"row-3"}
+    for told in ([], ["--apply"]):
+        found, status = run("gc", store, "--lease", "0s", *told)
+        assert status == 1 and {line["key"] for line in found if line["problem"]} == odd
+        assert {line["key"] for line in found if not line["problem"]} == {"row-0", "row-1", "row-2", "row-3"}
+    assert {path.name.partition(".")[0] for path in store.iterdir()} == odd | {"engine"}
+    text = CliRunner().invoke(app, ["gc", str(store), "--lease", "0s"]).stdout
+    assert "no error marker of ours" in text and "would delete 0 records" in text
+    with pytest.raises(DraftsmithError, match=r"safetensors[\s\S]*mend: .*move it away"):
+        run("copy", store, tmp_path / "copy")
+
+
+def test_copy_mixes_neither_engines_nor_weights(store: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy"
+    other = open_writer("file", {"root": str(target)})
+    other.announce({"vllm": "0.31.0", "layer_ids": [2, 5], "verifier_fingerprint": "f"})
+    with pytest.raises(
+        ConfigError, match=r"layer_ids: \[1, 4, 8\] here, \[2, 5\] in the target[\s\S]*mend: copy to a new"
+    ):
+        run("copy", store, target)
+    assert [path.name for path in target.iterdir()] == ["engine.json"]
+    other.announce({"vllm": "0.31.0", "layer_ids": [1, 4, 8]})
+    save_file({"lm_head.weight": torch.ones(4, 4)}, store / "model.safetensors")
+    save_file({"lm_head.weight": torch.ones(4, 4)}, target / "row-1.safetensors")
+    weights = (target / "row-1.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match="row-1 of the target holds tensors"):
+        run("copy", store, target)
+    assert (target / "row-1.safetensors").read_bytes() == weights
+    (target / "row-1.safetensors").unlink()
+    assert run("copy", store, target)[0] == {"records": 2, "num_bytes": ANY, "there": 1}
+    assert not (target / "model.safetensors").exists()
+    assert json.loads((target / "engine.json").read_text())["vllm"] == "0.31.0", "it may be running"
 
 
 def test_copy_of_a_set_is_a_set_and_goes_on(states: Path, tmp_path: Path) -> None:

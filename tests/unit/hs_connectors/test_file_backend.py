@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from hs_connectors import Handle, open_reader, open_writer
 from hs_connectors.backends.file import FileBackend
-from hs_connectors.errors import CaptureFailed, RecordError, RecordTimeout, SettingsError, StorageError
+from hs_connectors.errors import CaptureFailed, EntryError, RecordError, RecordTimeout, SettingsError, StorageError
 from hs_connectors.record import pack
 from hs_connectors.testing import make_record
 
@@ -36,8 +36,23 @@ def test_a_link_in_the_root_is_neither_read_nor_written_through(tmp_path: Path) 
     writer.put("key", make_record())
     assert outside.read_text() == "secret" and not (root / "key.safetensors").is_symlink()
     (root / "gone.safetensors").symlink_to(outside)
-    reader.delete(Handle("file", "gone"))
-    assert outside.read_text() == "secret"
+    with pytest.raises(EntryError, match="symbolic"):
+        reader.delete(Handle("file", "gone"))
+    assert outside.read_text() == "secret" and (root / "gone.safetensors").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["key.safetensors", "key.error.json", "engine.json"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    store = FileBackend({"root": str(tmp_path)})
+    with pytest.raises(StorageError, match=r"no regular file[\s\S]*mend: .*move it away"):
+        store.announcement() if name == "engine.json" else store.fetch("key", 30)
+
+
+def test_an_announcement_that_is_none_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "engine.json").write_text("[1]")
+    with pytest.raises(StorageError, match="not a JSON object"):
+        FileBackend({"root": str(tmp_path)}).announcement()
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"schema": "draftsmith.states/1"}])

@@ -1,4 +1,4 @@
-"""Whose a `*.safetensors` is: a store may share its directory or bucket with weights of other people."""
+"""Whose a file or object is: a store may share its directory or bucket with weights and notes of other people."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable
 from typing import Literal
 
-from hs_connectors.errors import StorageError
+from hs_connectors.errors import EntryError
 
+OWN_PLACE = "name a directory of its own as the store's root"
 _FIRST_LOOK = 4096
 """Bytes that hold the whole header of nearly every record."""
 _HEADER_LIMIT = 100_000_000
@@ -37,9 +38,19 @@ def kind_of(read: Callable[[int], bytes]) -> Literal["record", "foreign", "unrea
 
 
 def refuse_foreign(where: str, read: Callable[[int], bytes]) -> None:
-    """StorageError for weights of anybody's that bear the name of a record; what cannot be read is nobody's weights."""
+    """EntryError for weights of anybody's that bear the name of a record; what cannot be read is nobody's weights."""
     if kind_of(read) == "foreign":
-        raise StorageError(
+        raise EntryError(
             f"{where} holds tensors, but no record: it is not deleted",
-            mend="name a directory of its own as the store's root",
+            mend=OWN_PLACE,
         )
+
+
+def error_of(marker: bytes) -> str | None:
+    """What an error marker says; None where it is somebody else's."""
+    try:
+        facts = json.loads(marker)
+    except (ValueError, RecursionError):
+        return None
+    text = facts["error"] if isinstance(facts, dict) and set(facts) == {"error"} else None
+    return text if isinstance(text, str) else None

@@ -3,7 +3,8 @@
 Configuration: `root` (directory), `fsync` (default true).
     <key>.safetensors    a record           engine.json    what the engine is
     <key>.error.json     an error marker    .<…>.part      being written (its writer holds a lock on it)
-Keys hold no dots and no slashes and links are never followed, so nothing escapes the root.
+Keys hold no dots and no slashes and links are never followed, so nothing escapes the root. What is no regular file, or
+was not written here, is other people's: it is neither waited for nor deleted.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ import logging
 import os
 import re
 import secrets
+import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from hs_connectors.backends._ownership import refuse_foreign
+from hs_connectors.backends._ownership import OWN_PLACE, error_of, refuse_foreign
 from hs_connectors.backends._waiting import await_payload
 from hs_connectors.contract import Entry, Payload, check_key, is_key, size_of
-from hs_connectors.errors import CaptureFailed, SettingsError, StorageError
+from hs_connectors.errors import CaptureFailed, EntryError, SettingsError, StorageError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 _ENGINE = "engine.json"
 _RECORD, _ERROR = ".safetensors", ".error.json"
 _PART = re.compile(r"\..+\.(safetensors|json|probe)\.[0-9a-f]{16}\.part")
@@ -88,19 +90,22 @@ class FileBackend:
         def look() -> Payload | None:
             payload = self._read(record)
             if payload is None and (error := self._read(marker)) is not None:
-                raise CaptureFailed(f"record {key} in {self._root}: {_message(bytes(error))}")
+                raise CaptureFailed(f"record {key} in {self._root}: {self._message(marker, bytes(error))}")
             return payload
 
         return await_payload(look, timeout_s, _PAUSES_S, f"record {key} of {self._root}")
 
     def discard(self, key: str) -> None:
-        """Unlink the record and its marker; StorageError for weights of anybody's that bear the name of one."""
+        """Unlink the record and its marker; EntryError for anything else that bears the name of one."""
+        record, marker = check_key(key) + _RECORD, key + _ERROR
+        where = str(self._root / record)
+        self._look(record, lambda file, _: refuse_foreign(where, lambda num_bytes: os.pread(file, num_bytes, 0)))
+        self._look(marker, lambda file, num_bytes: self._message(marker, os.pread(file, num_bytes, 0)))
         try:
-            self._refuse_foreign(self._root / (check_key(key) + _RECORD))
-            for name in (key + _RECORD, key + _ERROR):
+            for name in (record, marker):
                 (self._root / name).unlink(missing_ok=True)
         except OSError as error:
-            raise self._refused(f"refused to delete record {key}", error) from error
+            raise self._refused(f"refused to delete record {key}", error, EntryError) from error
 
     def entries(self) -> Iterator[Entry]:
         """Records and markers among the directory's files."""
@@ -135,16 +140,9 @@ class FileBackend:
         if content is None:
             return None
         try:
-            facts: dict[str, Any] = json.loads(bytes(content))
-        except ValueError as error:
-            raise StorageError(f"{self._root / _ENGINE} is not JSON: {error}") from error
-        return facts
-
-    def _refuse_foreign(self, path: Path) -> None:
-        if path.is_symlink() or not path.is_file():
-            return
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            refuse_foreign(str(path), lambda num_bytes: os.pread(file.fileno(), num_bytes, 0))
+            return dict(json.loads(bytes(content)))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise StorageError(f"{self._root / _ENGINE} is not a JSON object: {error}") from error
 
     def _write(self, name: str, *pieces: Payload) -> None:
         part = self._root / f".{name}.{secrets.token_hex(8)}.part"
@@ -179,46 +177,66 @@ class FileBackend:
 
     def _read(self, name: str) -> Payload | None:
         """The file's content, or None where there is no such file."""
+        return self._look(name, self._content)
+
+    def _look(self, name: str, use: Callable[[int, int], T]) -> T | None:
+        """What `use` makes of a file's descriptor and size; None where there is no such file, EntryError for others."""
         try:
-            descriptor = os.open(self._root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor, facts = _open_regular(self._root / name)
+            try:
+                return use(descriptor, facts.st_size)
+            finally:
+                os.close(descriptor)
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise self._refused(f"refused to read {name}", error) from error
-        try:
-            return self._content(descriptor)
-        except OSError as error:
-            raise self._refused(f"refused to read {name}", error) from error
-        finally:
-            os.close(descriptor)
+            raise self._refused(f"refused to read {name}", error, EntryError) from error
 
-    def _content(self, descriptor: int) -> Payload:
+    def _message(self, name: str, marker: bytes) -> str:
+        """Why there is no record; EntryError where the marker is not ours."""
+        text = error_of(marker) if marker else "the engine could not say why; its disk may be full"
+        if text is None:
+            raise EntryError(f"{self._root / name} is no error marker of ours: it is not deleted", mend=OWN_PLACE)
+        return text
+
+    def _content(self, descriptor: int, num_bytes: int) -> Payload:
         """Read whole into memory that may be written: tensors lie in it."""
-        content = _fresh(os.fstat(descriptor).st_size)
+        content = _fresh(num_bytes)
         with os.fdopen(descriptor, "rb", buffering=0, closefd=False) as file:
             rest = memoryview(content)
             while rest and (count := file.readinto(rest)):
                 rest = rest[count:]
         return memoryview(content)[: len(content) - len(rest)]  # shorter where somebody has cut it meanwhile
 
-    def _refused(self, what: str, error: OSError) -> StorageError:
+    def _refused(self, what: str, error: OSError, kind: type[StorageError] = StorageError) -> StorageError:
         mend = {
             errno.ENOSPC: "free some space, or name a root on a larger disk",
             errno.EDQUOT: "raise the quota, or name another root",
             errno.EROFS: "mount it for writing, or name another root",
             errno.EACCES: "let the engine's user write there, or name another root",
-            errno.ELOOP: "records are never symbolic links: somebody put one there; remove it",
+            errno.ELOOP: "records are never symbolic links: somebody put one there; move it away",
+            errno.ENXIO: "records are regular files: somebody put something else there; move it away",
         }.get(error.errno or 0)
-        return StorageError(f"the store {self._root} {what}: {error.strerror or error}", mend=mend)
+        return kind(f"the store {self._root} {what}: {error.strerror or error}", mend=mend)
+
+
+def _open_regular(path: Path) -> tuple[int, os.stat_result]:
+    """Descriptor and facts of a regular file; OSError for all else, at once: a pipe would have to be waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ENXIO, "it is no regular file")
+    return descriptor, facts
 
 
 def _remove_if_orphan(part: Path) -> None:
     try:
-        descriptor = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor, facts = _open_regular(part)
     except OSError:
-        return  # renamed or removed meanwhile, or a link: not ours to judge
+        return  # renamed or removed meanwhile, or no file of ours
     try:
-        if time.time() - os.fstat(descriptor).st_mtime < _YOUNG_S:
+        if time.time() - facts.st_mtime < _YOUNG_S:
             return
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         part.unlink(missing_ok=True)
@@ -235,10 +253,3 @@ def _fresh(num_bytes: int) -> bytearray:
     make.restype, make.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
     made: bytearray = make(None, num_bytes)
     return made
-
-
-def _message(marker: bytes) -> str:
-    try:
-        return str(json.loads(marker)["error"])
-    except (ValueError, KeyError, TypeError):
-        return "the engine failed to write it and could not say why; its disk may be full"

@@ -46,7 +46,7 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from hs_connectors.backends._waiting import await_payload
 from hs_connectors.checksums import crc32_of
 from hs_connectors.contract import Entry, Payload, check_key, is_key, size_of
-from hs_connectors.errors import CaptureFailed, RecordTimeout, SettingsError, StorageError
+from hs_connectors.errors import CaptureFailed, RecordCorrupt, RecordTimeout, SettingsError, StorageError
 
 log = logging.getLogger(__name__)
 _DEFAULTS: Mapping[str, Any] = {
@@ -220,7 +220,7 @@ class MooncakeBackend:
                 if kind in _KINDS and crc32_of([content]) == checksum:
                     return kind, content
             time.sleep(_PAUSES_S[0])  # it may be being replaced
-        raise StorageError(
+        raise RecordCorrupt(
             f"{name} in {self._where} is not what this backend wrote: its checksum differs",
             mend="delete the record, and capture the row again",
         )

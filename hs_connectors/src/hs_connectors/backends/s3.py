@@ -27,10 +27,10 @@ import s3fs
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
-from hs_connectors.backends._ownership import kind_of, refuse_foreign
+from hs_connectors.backends._ownership import OWN_PLACE, error_of, kind_of, refuse_foreign
 from hs_connectors.backends._waiting import await_payload
 from hs_connectors.contract import Entry, Payload, check_key, is_key
-from hs_connectors.errors import CaptureFailed, SettingsError, StorageError
+from hs_connectors.errors import CaptureFailed, EntryError, SettingsError, StorageError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -107,22 +107,19 @@ class S3Backend:
         path = self._path(check_key(key))
 
         def look() -> Payload | None:
-            manifest = self._read(key + _MANIFEST)
-            if manifest is None:
+            num_bytes = self._manifest(key)
+            if isinstance(num_bytes, str):
+                raise CaptureFailed(f"record {key} in {self._root}: {num_bytes}")
+            if num_bytes is None:
                 return None
-            facts = self._json(manifest, key + _MANIFEST)
-            if "error" in facts:
-                raise CaptureFailed(f"record {key} in {self._root}: {facts['error']}")
-            num_bytes = facts.get("bytes")
-            if not isinstance(num_bytes, int) or num_bytes < 0:
-                raise StorageError(f"{path + _MANIFEST} is no manifest: {facts!r}")
             return self._ask(f"refused to read record {key}", lambda: self._get(path + _DATA, num_bytes))
 
         return await_payload(look, timeout_s, _PAUSES_S, f"record {key} of {self._root}")
 
     def discard(self, key: str) -> None:
-        """Remove the manifest, then the payload; StorageError for weights of anybody's that bear the name of one."""
-        refuse_foreign(self._path(check_key(key) + _DATA), partial(self._head, key + _DATA))
+        """Remove the manifest, then the payload; EntryError for anything else that bears the name of one."""
+        self._manifest(check_key(key))
+        refuse_foreign(self._path(key + _DATA), partial(self._head, key + _DATA))
         self._remove(key + _MANIFEST)
         self._remove(key + _DATA)
 
@@ -148,6 +145,20 @@ class S3Backend:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
+    def _manifest(self, key: str) -> int | str | None:
+        """A record's bytes, or why there is none; None without a manifest, EntryError where it is not ours."""
+        name = key + _MANIFEST
+        content = self._read(name)
+        if content is None:
+            return None
+        if (text := error_of(content)) is not None:
+            return text
+        facts = self._json(content, name)
+        num_bytes = facts.get("bytes")
+        if set(facts) != {"bytes"} or not isinstance(num_bytes, int) or num_bytes < 0:
+            raise EntryError(f"{self._path(name)} is no manifest of ours: it is not deleted", mend=OWN_PLACE)
+        return num_bytes
+
     def _put_manifest(self, key: str, facts: Mapping[str, Any], what: str) -> None:
         content = json.dumps(facts).encode()
         self._ask(what, lambda: self._fs.pipe_file(self._path(key + _MANIFEST), content))
@@ -159,6 +170,10 @@ class S3Backend:
             parts = self._fs.cat_ranges([path] * len(ends), list(starts), ends, max_gap=None, on_error="raise")
         except FileNotFoundError:
             return None  # deleted meanwhile
+        except OSError as error:
+            if _is_empty(error):
+                return b""  # cut: no record, and its reader will say so
+            raise
         return bytearray().join(parts)
 
     def _read(self, name: str, num_bytes: int = 1 << 20) -> bytes | None:
@@ -181,8 +196,8 @@ class S3Backend:
     def _json(self, content: bytes, name: str) -> dict[str, Any]:
         try:
             return dict(json.loads(content))
-        except (ValueError, TypeError) as error:
-            raise StorageError(f"{self._path(name)} is not a JSON object: {error}") from error
+        except (ValueError, TypeError, RecursionError) as error:
+            raise EntryError(f"{self._path(name)} is not a JSON object: {error}", mend=OWN_PLACE) from error
 
     def _remove(self, name: str) -> None:
         def remove() -> None:
@@ -239,6 +254,6 @@ def _key_of(name: str, prefix: str, suffix: str) -> str | None:
 
 
 def _is_empty(error: OSError) -> bool:
-    """Whether a range was refused because the object has no byte at all."""
+    """Whether a range was refused because the object has no byte there."""
     answer: Mapping[str, Any] = getattr(error.__cause__, "response", {})
     return answer.get("Error", {}).get("Code") in ("InvalidRange", "416")

@@ -97,8 +97,8 @@ class ShmBackend(FileBackend):
     def _measure(self) -> int:
         return sum(entry.num_bytes for entry in self.entries())
 
-    def _content(self, descriptor: int) -> Payload:
+    def _content(self, descriptor: int, num_bytes: int) -> Payload:
         """The pages themselves; private ones where a reader writes, and valid after a delete."""
-        if not os.fstat(descriptor).st_size:
+        if not num_bytes:
             return b""  # what cannot be mapped
         return memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY))
