@@ -358,6 +358,9 @@ def test_records_of_dead_readers_are_swept_and_living_ones_stay(world: World):
     for key in ("old", "new"):
         writer.put(key, record)
     long_ago = time.time() - 100
-    os.utime(world.place / "records" / "old.safetensors", (long_ago, long_ago))
+    (world.place / "records" / "a-note.error.json").write_text("[]")
+    for name in ("old.safetensors", "a-note.error.json"):
+        os.utime(world.place / "records" / name, (long_ago, long_ago))
     assert sweep(store, lease_s=50) == 1
-    assert [entry.key for entry in open_backend(store.backend, store.config).entries()] == ["new"]
+    left = [entry.key for entry in open_backend(store.backend, store.config).entries()]
+    assert left == ["a-note", "new"], "what is not ours stays, and ends no sweep"
