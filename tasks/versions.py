@@ -6,6 +6,7 @@ import getpass
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path
 
 from pydantic import Field
@@ -81,10 +82,9 @@ class History(StrictModel):
 
     def standing_moves(self) -> tuple[AuditEntry, ...]:
         """One entry a move: the intention of a move that was done is left out."""
-        followed = zip(self.moves, (*self.moves[1:], None), strict=True)
         return tuple(
             move
-            for move, then in followed
+            for move, then in zip_longest(self.moves, self.moves[1:])
             if move.state == "done"
             or then is None
             or (then.action, then.from_version, then.to_version) != (move.action, move.from_version, move.to_version)

@@ -254,6 +254,7 @@ def uploaded(model: str, version: str) -> Path:
 
 def test_promotion_and_rollback_by_name_restore_the_pair(home: Path, verifier: Path, chat: str) -> None:
     one, two = register(home, verifier, chat, b"one"), register(home, verifier, chat, b"two")
+    assert versions.history(chat).standing_moves() == (), "nothing was moved yet"
     assert versions.promote_by_name(chat, one, RUNTIME).changed
     moved = versions.promote_by_name(chat, two, RUNTIME, why="better")
     assert (moved.displaced, moved.verifier) == (one, str(verifier))
