@@ -17,12 +17,14 @@ from pydantic import Field
 
 from speculators_core.errors import RegistryError
 from speculators_core.types import StrictModel
+from tasks.adapters.deadline import within
 from tasks.adapters.redaction import redact
 from tasks.adapters.settings import Settings
 
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 10.0
+_LIMIT_S = 60.0
 _MEND = "check that MLFLOW_TRACKING_URI is right and its server is up, then run the command again"
 
 
@@ -54,7 +56,11 @@ def look(settings: Settings, model: str) -> ModelView:
         except sqlite3.Error as error:
             log.info("%s is read through MLflow's own client: %s", database, error)
     elif settings.tracking_uri.startswith(("http://", "https://")):
-        return _from_server(settings.tracking_uri.rstrip("/"), model)
+        uri = settings.tracking_uri.rstrip("/")
+        try:
+            return within(_LIMIT_S, lambda: _from_server(uri, model))
+        except TimeoutError as error:
+            raise RegistryError(f"MLflow at {redact(uri)} failed to show {model}: {error}", mend=_MEND) from error
     return _from_client(settings, model)
 
 
@@ -104,8 +110,9 @@ def _from_server(uri: str, model: str) -> ModelView:
                 if not found.get("next_page_token"):
                     break
                 page = {"page_token": found["next_page_token"]}
-    except (httpx.HTTPError, ValueError, KeyError) as error:
-        reason = redact(str(error) or type(error).__name__)[:300]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
+        known = isinstance(error, httpx.HTTPError)
+        reason = redact(str(error) or type(error).__name__)[:300] if known else "it does not answer as MLflow does"
         raise RegistryError(f"MLflow at {redact(uri)} failed to show {model}: {reason}", mend=_MEND) from error
     return ModelView(model=model, aliases={item["alias"]: str(item["version"]) for item in aliases}, tags=tags)
 

@@ -9,6 +9,7 @@ allows it, and an MLflow that is away becomes a RegistryError within a bounded t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ from speculators_core.locks import named_lock
 from speculators_core.types import StrictModel
 from tasks.adapters.redaction import redact, scrub, scrubbed_file
 from tasks.adapters.settings import Settings
+from tasks.adapters.transport import limit_requests
 
 log = logging.getLogger(__name__)
 
@@ -219,6 +221,14 @@ def _stage_entry(entry: Path, target: Path, allow_text: bool | None, ancestors: 
         target.write_bytes(content)
 
 
+def _sole_maker(settings: Settings) -> AbstractContextManager[None]:
+    """Processes that make a fresh database's tables at the same time break each other; a server makes its own."""
+    if settings.tracking_uri.startswith(("http://", "https://")):
+        return nullcontext()
+    address = hashlib.sha256(settings.tracking_uri.encode()).hexdigest()[:12]  # it may hold a password
+    return named_lock(settings.locks, f"mlflow-init-{address}", even_full=True)
+
+
 class Tracking:
     """This process's way into MLflow: opens the store once, and hands out runs."""
 
@@ -230,24 +240,36 @@ class Tracking:
         """
         self.settings = settings
         self.uri = settings.tracking_uri
-        with named_lock(settings.locks, "mlflow-init"), mlflow_errors("open its store", self.uri):
+        limit_requests()
+        with _sole_maker(settings), mlflow_errors("open its store", self.uri):
             if (database := settings.sqlite_file) is not None:
                 database.parent.mkdir(parents=True, exist_ok=True)
             mlflow.set_tracking_uri(self.uri)
             mlflow.set_registry_uri(self.uri)
-            # under the lock: processes that make a fresh database's tables at the same time break each other
             self.client = MlflowClient(self.uri, self.uri)
             self.experiment_id = self._experiment()
 
     def _experiment(self) -> str:
-        found = self.client.get_experiment_by_name(self.settings.experiment)
+        name = self.settings.experiment
+        found = self.client.get_experiment_by_name(name)
         if found is None:
             own_store = self.settings.sqlite_file is not None
             location = self.settings.mlflow_artifacts.as_uri() if own_store else None
-            return str(self.client.create_experiment(self.settings.experiment, artifact_location=location))
+            try:
+                self.client.create_experiment(name, artifact_location=location)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was faster
+                    raise
+            found = self.client.get_experiment_by_name(name)
+        if found is None or not found.experiment_id:
+            raise RegistryError(
+                f"what answers at {redact(self.uri)} does not speak as MLflow does: it knows the experiment {name!r}, "
+                "but not its id",
+                mend="check that MLFLOW_TRACKING_URI is the address of an MLflow server",
+            )
         if found.lifecycle_stage != "active":
             raise RegistryError(
-                f"MLflow's experiment {self.settings.experiment!r} was deleted",
+                f"MLflow's experiment {name!r} was deleted",
                 mend="restore it with `mlflow experiments restore`, or set MLFLOW_EXPERIMENT_NAME",
             )
         return str(found.experiment_id)
