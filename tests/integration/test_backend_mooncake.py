@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -43,13 +44,33 @@ def test_a_record_outlives_its_writer(server: MooncakeServer) -> None:
         "open_writer('mooncake', json.loads(sys.argv[1])).put('key', make_record(1000))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    import json
-
     done = subprocess.run([sys.executable, "-c", code, json.dumps(config)], env=child_environment(), check=False)
     assert done.returncode == -signal.SIGKILL
     reader = open_reader("mooncake", config)
     assert_same(reader.get(Handle("mooncake", "key"), 5), make_record(1000))
     reader.delete(Handle("mooncake", "key"))
+
+
+def test_several_engines_may_start_on_one_store_at_once(server: MooncakeServer) -> None:
+    code = (
+        "import json, sys\n"
+        "from hs_connectors import open_backend\n"
+        "backend = open_backend('mooncake', json.loads(sys.argv[1]))\n"
+        "backend.announcement()\n"  # connects
+        "print('connected', flush=True); sys.stdin.readline()\n"
+        "for number in range(100):\n"
+        "    backend.prepare(); backend.announce({'number': number})\n"
+    )
+    config = config_for(server, "together")
+    command = [sys.executable, "-c", code, json.dumps(config)]
+    piped: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    engines = [subprocess.Popen(command, env=child_environment(), **piped) for _ in range(3)]
+    for engine in engines:
+        assert engine.stdout is not None and engine.stdout.readline() == "connected\n"
+    assert [engine.communicate("go\n", timeout=60) and engine.returncode for engine in engines] == [0, 0, 0]
+    backend = open_backend("mooncake", config)
+    assert backend.announcement() == {"number": 99}
+    assert list(backend.entries()) == []
 
 
 def test_a_full_store_evicts_nothing_and_makes_its_writer_wait(server: MooncakeServer) -> None:

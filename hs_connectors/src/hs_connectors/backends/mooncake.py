@@ -26,6 +26,7 @@ import ctypes
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import struct
@@ -67,9 +68,10 @@ _ADMIN_PORT = 9003
 _PREFIX = struct.Struct("<8sdQ")
 _RECORD, _ERROR, _FACTS = _KINDS = b"record  ", b"error   ", b"facts   "
 _ENGINE = "engine.json"
-_FULL, _MISSING, _NO_ANSWER = -200, -704, -900
+_FULL, _TAKEN, _MISSING, _NO_ANSWER = -200, -601, -704, -900
 _NAMES = {
     _FULL: "no room in the memory that is lent to it",
+    _TAKEN: "another process writes the same all the time",
     -600: "larger than this client's buffer (buffer_mib)",
     -800: "the transfer failed: the process that lends the memory may be gone",
     _NO_ANSWER: "its master does not answer",
@@ -77,7 +79,7 @@ _NAMES = {
 _PAUSES_S = (0.001, 0.05)
 _LISTED_AT_ONCE = 256
 _CONNECT_S, _MASTER_S = 5.0, 30.0
-_LOOK_S = 0.5
+_LOOK_S, _TURN_S = 0.5, 10.0
 _READINGS = 50
 
 
@@ -106,7 +108,7 @@ class MooncakeBackend:
 
     def prepare(self) -> None:
         """Connect, and prove that somebody lends memory; the master itself forgets puts that were never finished."""
-        probe = f"{self._space}/.probe"
+        probe = f"{self._space}/.{secrets.token_hex(8)}.probe"
         self._put(probe, _FACTS, (b"x",), "cannot be written", time.monotonic())
         self._store.remove(probe, True)
 
@@ -196,14 +198,14 @@ class MooncakeBackend:
         return f"{self._space}/{key}"
 
     def _put(self, name: str, kind: bytes, pieces: Sequence[Payload], what: str, deadline: float) -> None:
-        """Upsert; while the store is full try again until the deadline."""
-        checksum = crc32_of(pieces)
+        """Upsert; while the store is full try again until the deadline, and a while where another writes the same."""
+        checksum, turn = crc32_of(pieces), time.monotonic() + _TURN_S
         while True:
             prefix = _PREFIX.pack(kind, time.time(), checksum)
             status = self._store.upsert_parts(name, prefix, *pieces, config=self._replicas)
             if status == 0:
                 return
-            if status != _FULL or time.monotonic() > deadline:
+            if time.monotonic() > {_FULL: deadline, _TAKEN: turn}.get(status, 0.0):
                 raise self._refused(what, status)
             time.sleep(_PAUSES_S[1])
 

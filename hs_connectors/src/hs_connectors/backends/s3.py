@@ -76,7 +76,7 @@ class S3Backend:
     def prepare(self) -> None:
         """Prove that the prefix can be written; remove what killed writers left more than a day ago.
 
-        A writer's payload appears whole, so what is no whole record is not of a killed writer, and stays.
+        A killed writer's payload appears whole, or (some servers) as an object of no bytes; anything else stays.
         """
         probe = self._path(f".{secrets.token_hex(8)}.probe")
         self._ask("cannot be written", lambda: self._fs.pipe_file(probe, b"x"))
@@ -84,7 +84,7 @@ class S3Backend:
         abandoned = time.time() - _ABANDONED_S
         manifests, payloads = self._list()
         old = [key for key in payloads.keys() - manifests.keys() if payloads[key][1] < abandoned]
-        orphans = [key for key in old if kind_of(partial(self._head, key + _DATA)) == "record"]
+        orphans = [key for key in old if not payloads[key][0] or kind_of(partial(self._head, key + _DATA)) == "record"]
         for key in orphans:
             self._remove(key + _DATA)
         uploads = self._abort_uploads(abandoned)
