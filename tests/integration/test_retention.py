@@ -165,8 +165,8 @@ def test_what_is_pinned_or_registered_after_the_plan_was_made_stays(
     before, planned = names(home), retention.plan_gc
     plans: list[Plan] = []
 
-    def plan(**how: float | None) -> Plan:
-        plans.append(planned(**how))
+    def plan(*, keep_days: float, quota_bytes: int | None = None) -> Plan:
+        plans.append(planned(keep_days=keep_days, quota_bytes=quota_bytes))
         if len(plans) == 1:
             retention.pin("states/late-states")
             register("late", kept["draft"], kept["evaluation"])
