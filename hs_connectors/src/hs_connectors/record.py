@@ -36,6 +36,8 @@ _DTYPES = {
 }
 """safetensors' names of what codecs store, widest first: the order in a payload, so that each tensor is aligned."""
 _ALIGNMENT = 8
+_MANY = 2**16
+"""Elements that torch sums with threads, too."""
 
 
 def pack(record: Record, codec: str = "none") -> bytearray:
@@ -105,8 +107,11 @@ def _check(record: Record) -> None:
 
 
 def _sum(states_TKH: torch.Tensor) -> float:
-    """Of all elements; NaN and infinity stay in it. torch sums bfloat16 slowly, and multiplies it with ones fast."""
-    if states_TKH.dtype == torch.bfloat16:
+    """Of all elements; NaN and infinity stay in it. torch sums bfloat16 slowly, and multiplies it with ones fast.
+
+    Small states are summed: a product wants torch's threads, which a process that was forked behind them waits for.
+    """
+    if states_TKH.dtype == torch.bfloat16 and states_TKH.numel() >= _MANY:
         states_TKH = states_TKH @ states_TKH.new_ones(states_TKH.shape[-1])
     return states_TKH.sum().item()
 

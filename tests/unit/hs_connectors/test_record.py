@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 import zlib
 from dataclasses import replace
 
@@ -13,6 +15,7 @@ from hs_connectors import Record
 from hs_connectors.errors import RecordCorrupt, RecordError, RecordNotFinite, SettingsError, UnknownName
 from hs_connectors.record import SCHEMA, pack, pieces, unpack
 from hs_connectors.testing import assert_same, make_record
+from tests.environment import child_environment
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -176,3 +179,19 @@ def test_infinities_that_cancel_are_seen() -> None:
 def test_an_unknown_codec_lists_the_known() -> None:
     with pytest.raises(UnknownName, match="none"):
         pack(make_record(), "zip")
+
+
+def test_a_forked_process_packs_small_records_after_torch_has_had_its_threads() -> None:
+    code = (
+        "import os, signal, torch\n"
+        "from hs_connectors.record import pack\n"
+        "from hs_connectors.testing import make_record\n"
+        "torch.set_num_threads(2)\n"
+        "torch.ones(512, 512, dtype=torch.bfloat16) @ torch.ones(512, 512, dtype=torch.bfloat16)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    signal.alarm(20)\n"
+        "    pack(make_record(400)); os._exit(0)\n"
+        "raise SystemExit(os.waitpid(child, 0)[1])\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=child_environment(), check=False).returncode == 0
