@@ -100,9 +100,7 @@ def vocabulary_tables(model: nn.Module) -> dict[str, bool]:
 
 
 @torch.no_grad()
-def _load_trainable(
-    model: nn.Module, tensors: Mapping[str, Tensor], *, own: Collection[str] = frozenset()
-) -> int:
+def _load_trainable(model: nn.Module, tensors: Mapping[str, Tensor], *, own: Collection[str] = frozenset()) -> int:
     """Copy every trainable parameter of `model` but its `own` from `tensors`; all else in `tensors` is left alone.
 
     Returns the number of parameters copied. ConfigError when one is missing or has another shape.
