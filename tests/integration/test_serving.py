@@ -20,6 +20,8 @@ from typing import Any, NoReturn, cast
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from speculators_core import supervisor
 from speculators_core.engine.client import EngineClient
@@ -201,7 +203,7 @@ class Registry:
         if not directory.exists():
             directory.mkdir(parents=True)
             (directory / "config.json").write_text("{}")
-            (directory / "model.safetensors").write_bytes(b"weights")
+            save_file({"weight": torch.ones(2)}, directory / "model.safetensors")
         return directory
 
     def take_back(self, version: str, why: str) -> None:
