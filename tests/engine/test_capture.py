@@ -37,15 +37,18 @@ FINGERPRINT = "f" * 64
 NUM_ROWS = 16
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory, verifier_dir: Path) -> RowSet:
-    directory = tmp_path_factory.mktemp("rows")
+def prepared(directory: Path, verifier_dir: Path, count: int) -> RowSet:
     source = directory / "conversations.jsonl"
     with (ROOT / "deployments" / "data" / "conversations.jsonl").open() as stream:
-        source.write_text("".join(islice(stream, NUM_ROWS)))
+        source.write_text("".join(islice(stream, count)))
     config = DataConfig(sources=(str(source),), evaluation_prompts=0, validation_share=0.2)
     prepare(config, verifier_dir, directory / "prepared")
     return RowSet.open(directory / "prepared")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory, verifier_dir: Path) -> RowSet:
+    return prepared(tmp_path_factory.mktemp("rows"), verifier_dir, NUM_ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -184,10 +187,10 @@ def test_an_engine_of_another_verifier_is_refused_before_the_first_request(
 
 
 def test_an_engine_that_dies_is_noticed_and_the_rest_is_captured_later(
-    capturing, engine, rows, config, verifier_dir, tmp_path
+    capturing, engine, config, verifier_dir, tmp_path
 ):
-    """Last: it costs the engine."""
-    workspace = tmp_path / "set"
+    """Last: it costs the engine, which has rows enough not to be done before it is killed."""
+    workspace, rows = tmp_path / "set", prepared(tmp_path, verifier_dir, 4 * NUM_ROWS)
 
     def kill(done: int, total: int) -> None:
         if list(workspace.glob("shard-*.safetensors")) and capturing.process.poll() is None:
