@@ -90,8 +90,13 @@ def every(fetch: Callable[[str | None], PagedList[T]]) -> list[T]:
 
 @contextmanager
 def mlflow_errors(action: str, uri: str, *, mend: str | None = None) -> Iterator[None]:
-    """Turn MLflow's, its database's and its transport's errors into a RegistryError that names the action."""
+    """Turn MLflow's, its database's and its transport's errors into a RegistryError that names the action.
+
+    Inside it, what MLflow itself looks up at the address of the process (`models:/…`) is looked up at this one.
+    """
     try:
+        mlflow.set_tracking_uri(uri)
+        mlflow.set_registry_uri(uri)
         yield
     except Exception as error:
         if not _is_mlflow_trouble(error):
@@ -244,8 +249,6 @@ class Tracking:
         with _sole_maker(settings), mlflow_errors("open its store", self.uri):
             if (database := settings.sqlite_file) is not None:
                 database.parent.mkdir(parents=True, exist_ok=True)
-            mlflow.set_tracking_uri(self.uri)
-            mlflow.set_registry_uri(self.uri)
             self.client = MlflowClient(self.uri, self.uri)
             self.experiment_id = self._experiment()
 

@@ -106,6 +106,18 @@ def test_a_draft_is_registered_once_with_its_facts(
     assert first.model_id in {output.model_id for output in outputs}
 
 
+def test_a_registry_stays_its_own_where_the_process_opens_another_one(
+    tracking: Tracking, run_id: str, deployment: str, tmp_path: Path
+) -> None:
+    """MLflow itself looks `models:/…` up at the address that was set last."""
+    draft = Draft(tmp_path, b"two registries")
+    Tracking(read_settings({"DRAFTSMITH_HOME": str(tmp_path / "other")}))
+    version = draft.register(tracking, deployment, run_id).version
+    Tracking(read_settings({"DRAFTSMITH_HOME": str(tmp_path / "another")}))
+    fetched = DraftRegistry(tracking).download(deployment, version, tmp_path / "fetched")
+    assert (fetched / "model.safetensors").read_bytes() == (draft.path / "model.safetensors").read_bytes()
+
+
 def test_another_verifier_or_runtime_is_another_version_of_the_same_upload(
     tracking: Tracking, run_id: str, deployment: str, tmp_path: Path
 ) -> None:
