@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 
 REPLIES = "replies.jsonl"
 _WRITTEN_S = 10.0
+_LOOK_S = 0.2
 _PROMPTS = 1000
 """Opening prompts that are rendered to know how long they are on average."""
 
@@ -100,12 +101,12 @@ def answer(
     facts, template = read_facts(verifier_dir), ChatTemplate.load(verifier_dir, template_kwargs)
     positions = facts.max_position_embeddings
     context = min(replies.max_context or positions, positions - 1)  # capturing speculates on one token more
-    length, on_turn = min(context + 8, positions), None
+    length, promised = min(context + 8, positions), None
     if records is not None:
         layers = check_layers(layer_ids, facts.num_hidden_layers)
         per_token = bytes_per_token(facts, layers, config.dtype)
         most_bytes = _room(most_bytes, records, config, conversations, template, per_token)
-        on_turn = _within(most_bytes, per_token, records_reader(records, config))
+        promised = _Promised(most_bytes, per_token, records, config)
         info = probe_runtime(runtime, home=home)
         spec = capture_server(
             _on_disk(config),
@@ -129,7 +130,7 @@ def answer(
     settings = replies.model_copy(update={"max_context": context})
     with serve(runtime, spec, home=home) as engine, engine.client() as client:
         check_prompts(conversations, template, client, template_kwargs=template_kwargs).require()
-        return regenerate(
+        report = regenerate(
             conversations,
             client,
             template,
@@ -139,8 +140,11 @@ def answer(
             capture=records is not None,
             producer=fingerprint,
             progress=progress,
-            on_turn=on_turn,
+            on_turn=promised.look if promised is not None else None,
         )
+        if promised is not None:
+            promised.settle(engine.check)
+        return report
 
 
 def capture_answers(
@@ -236,25 +240,47 @@ def _lying(records: Path, config: CaptureConfig) -> dict[str, int]:
     return {entry.key: entry.num_bytes for entry in store.entries()}
 
 
-def _within(most_bytes: float, per_token: int, reader: Reader) -> Callable[[RegeneratedTurn], None]:
-    """What removes the records of turns beyond a number of bytes; called from many threads."""
-    lock, left = threading.Lock(), most_bytes
+class _Promised:
+    """Records that replies of this run were promised: those that fit are waited for, others removed as they come."""
 
-    def look(turn: RegeneratedTurn) -> None:
-        nonlocal left
-        size = (len(turn.prompt_token_ids) + len(turn.token_ids)) * per_token
-        with lock:
-            if left >= 0 > left - size:
+    def __init__(self, most_bytes: float, per_token: int, records: Path, config: CaptureConfig) -> None:
+        self._left, self._per_token = most_bytes, per_token
+        self._records, self._config = records, config
+        self._reader = records_reader(records, config)
+        self._lock = threading.Lock()
+        self._kept: set[str] = set()
+
+    def look(self, turn: RegeneratedTurn) -> None:
+        """Keep a turn's record in mind, or remove it where it is beyond the bytes; called from many threads."""
+        size = (len(turn.prompt_token_ids) + len(turn.token_ids)) * self._per_token
+        with self._lock:
+            if self._left >= 0 > self._left - size:
                 log.info("there is no room for the states of further replies: they will be captured by themselves")
-            left -= size
-            fits = left >= 0
-        if not fits and isinstance(turn.kv_transfer_params, Mapping) and "handle" in turn.kv_transfer_params:
-            handle = Handle.from_json(turn.kv_transfer_params["handle"])
-            with suppress(ConnectorError):  # it is written only now
-                reader.get(handle, _WRITTEN_S)
-            reader.delete(handle)
+            self._left -= size
+            fits = self._left >= 0
+        if not (isinstance(turn.kv_transfer_params, Mapping) and "handle" in turn.kv_transfer_params):
+            return
+        handle = Handle.from_json(turn.kv_transfer_params["handle"])
+        if fits:
+            with self._lock:
+                self._kept.add(handle.key)
+            return
+        with suppress(ConnectorError):  # it is written only now
+            self._reader.get(handle, _WRITTEN_S)
+        self._reader.delete(handle)
 
-    return look
+    def settle(self, engine_lives: Callable[[], None]) -> None:
+        """Wait until all are there: an engine that is stopped drops what it has not written, and says nothing.
+
+        `engine_lives` raises where it doesn't.
+        """
+        deadline = time.monotonic() + self._config.record_timeout_s
+        while owed := self._kept - _lying(self._records, self._config).keys():
+            engine_lives()
+            if time.monotonic() > deadline:
+                log.warning("%d records of replies did not come; what has none is captured by itself", len(owed))
+                return
+            time.sleep(_LOOK_S)
 
 
 def publish_replies(answered: Path, target: Path) -> None:

@@ -24,11 +24,10 @@ from speculators_core.states.replies import (
     REPLIES,
     RecordsGone,
     WithoutLastToken,
+    _Promised,
     _room,
-    _within,
     capture_answers,
     publish_replies,
-    records_reader,
     store_handles,
 )
 from speculators_core.states.sets import StateSet
@@ -113,14 +112,46 @@ def test_records_beyond_the_quota_are_removed_as_they_come(
     answered: tuple[ListOfRows, Path, list[RegeneratedTurn]],
 ) -> None:
     _, records, turns = answered
-    look = _within(50, 1, records_reader(records, CaptureConfig()))
+    promised = _Promised(50, 1, records, CaptureConfig())
     for turn in turns:
-        look(turn)
+        promised.look(turn)
     left = {path.stem for path in (records / RECORDS_NAME).glob("*.safetensors")}
     assert left == {"r0", "r1", "r2", "r3"}, "5 + 9 + 30 + 4 tokens"
     there = sum(path.stat().st_size for path in (records / RECORDS_NAME).iterdir())
     rest = _room(1e6, records, CaptureConfig(), [], SimpleNamespace(), 1)  # type: ignore[arg-type]
     assert rest == 1e6 - there, "what a run that was cut off has left counts"
+
+
+def test_the_engine_is_not_stopped_before_what_it_promised_is_there(
+    answered: tuple[ListOfRows, Path, list[RegeneratedTurn]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM kills its workers at a stop, with what their writers still hold; an error marker is an answer too."""
+    _, records, turns = answered
+    promised = _Promised(1e9, 1, records, CaptureConfig(record_timeout_s=20))
+    for turn in turns:
+        promised.look(turn)
+    promised.settle(lambda: None)
+
+    late, failed = (records / RECORDS_NAME / f"{name}.safetensors" for name in ("r3", "r4"))
+    late.rename(late.with_suffix(".away"))
+    failed.unlink()
+    looks: list[int] = []
+
+    def engine_lives() -> None:
+        looks.append(1)
+        if len(looks) == 2:
+            open_writer("file", {"root": str(records / RECORDS_NAME)}).fail("r4", "no room")
+        if len(looks) == 3:
+            late.with_suffix(".away").rename(late)
+
+    promised.settle(engine_lives)
+    assert len(looks) == 3 and not caplog.records
+    late.unlink()
+    hasty = _Promised(1e9, 1, records, CaptureConfig(record_timeout_s=0.3))
+    for turn in turns:
+        hasty.look(turn)
+    hasty.settle(lambda: None)
+    assert "1 records of replies did not come" in caplog.text
 
 
 def test_records_that_become_a_set_do_not_need_their_room_twice(
