@@ -8,17 +8,20 @@ are scaled to the merged log-sum-exp (as in ring attention, arXiv 2310.01889).
 
 Documents are short beside T and most rows are not drafted from, so pieces cost little next to the projections;
 plain float32 products beat the fused bfloat16 kernels of the CPU there by a factor of four, most of all backwards.
+A GPU takes the same plan as one kernel, see `flex`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from speculators_core.algorithms._blocks import flex
 from speculators_core.algorithms._blocks.precision import as_written
 
 BLOCK = 128
@@ -49,14 +52,37 @@ class Piece:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Pieces in which query rows meet context keys: each query row is in exactly one, and sees at least one key."""
+    """Pieces in which query rows meet context keys: each query row is in exactly one, and sees at least one key.
+
+    low_R, high_R int64: the same by row: context keys [low, high) are seen.
+    """
 
     pieces: tuple[Piece, ...]
     cells: int
+    low_R: Tensor
+    high_R: Tensor
+    masks: dict[int, BlockMask] = field(default_factory=dict)
 
     def keeps(self, heads: int) -> bool:
         """Whether the weights of all pieces are few enough to be kept."""
         return self.cells * heads <= KEPT_WEIGHTS
+
+    def mask(self, num_context: int, steps: int) -> BlockMask:
+        """For one kernel over the context and the own keys of so many later steps; made once for each number."""
+        if steps not in self.masks:
+            row_R = torch.arange(self.low_R.numel(), device=self.low_R.device)
+            own_P = row_R.repeat(steps)
+            sight = flex.Sight(
+                low_Q=self.low_R,
+                high_Q=self.high_R,
+                owner_Q=row_R,
+                slot_Q=torch.zeros_like(row_R),
+                owner_P=own_P,
+                slot_P=torch.zeros_like(own_P),
+                seen_BB=torch.ones(1, 1, dtype=torch.bool, device=row_R.device),
+            )
+            self.masks[steps] = sight.mask(num_context)
+        return self.masks[steps]
 
 
 def plan_attention(
@@ -93,7 +119,9 @@ def plan_attention(
                 hidden = hidden.to(triangle.device)
             pieces.append(Piece(slice(low, high), slice(key_low, end), hidden))
             cells += (high - low) * (end - key_low)
-    return AttentionPlan(tuple(pieces), cells)
+    lows = [starts[row] if reach is None else max(starts[row], row - reach + 1) for row in rows]
+    low_R, row_R = torch.tensor([lows, rows], dtype=torch.int64, device=document_ids_T.device)
+    return AttentionPlan(tuple(pieces), cells, low_R, row_R + 1)
 
 
 def _document_starts(documents: Sequence[int]) -> list[int]:
@@ -125,7 +153,7 @@ def attend(
     own_keys: Sequence[Tensor] = (),
     own_values: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Softmax attention over a plan's context keys and each row's own later keys; float32 inside.
+    """Softmax attention over a plan's context keys and each row's own later keys; float32 inside, on a CPU.
 
     Args:
         query_RhE: [R, heads, head_dim].
@@ -137,6 +165,9 @@ def attend(
         [R, heads, head_dim] in the query's dtype.
     """
     assert len(own_keys) == len(own_values)
+    if flex.takes(query_RhE):
+        mask = plan.mask(key_TgE.shape[0], len(own_keys))
+        return flex.attend_ranges(query_RhE, torch.cat([key_TgE, *own_keys]), torch.cat([value_TgE, *own_values]), mask)
     result: Tensor = _Attend.apply(  # type: ignore[no-untyped-call]
         plan, query_RhE, key_TgE, value_TgE, *own_keys, *own_values
     )

@@ -3,17 +3,20 @@
 The block with anchor p sees the context of its document strictly before p. Blocks are sorted by anchor, so a few
 neighbours share nearly all of their context: they form a piece, whose queries meet the same run of keys in one product,
 with the few keys that not all of them see masked. Own keys are a batched product of block with block. So no
-[M·B, T] matrix exists, and the work grows with documents and windows, not with the row.
+[M·B, T] matrix exists, and the work grows with documents and windows, not with the row. A GPU takes the same plan as
+one kernel, see `flex`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from speculators_core.algorithms._blocks import flex
 from speculators_core.algorithms._blocks.precision import as_written
 
 QUERIES = 256
@@ -35,16 +38,38 @@ class BlockPiece:
 class BlockPlan:
     """Pieces in which blocks meet the context (every block is in exactly one), and which own slots a slot sees.
 
-    own_hidden bool [B, B]: own_hidden[q, k] where slot q does not see slot k.
+    own_hidden bool [B, B]: own_hidden[q, k] where slot q does not see slot k · low_MB, high_MB int64: what the pieces
+    say, by slot: context keys [low, high) are seen.
     """
 
     pieces: tuple[BlockPiece, ...]
     own_hidden: Tensor
     cells: int
+    low_MB: Tensor
+    high_MB: Tensor
+    masks: dict[int, BlockMask] = field(default_factory=dict)
 
     def keeps(self, heads: int) -> bool:
         """Whether the weights of all pieces are few enough to be kept."""
         return self.cells * heads <= KEPT_WEIGHTS
+
+    def mask(self, num_context: int, asking: int) -> BlockMask:
+        """For one kernel in which the last `asking` slots of every block ask; made once for each number."""
+        if asking not in self.masks:
+            blocks, slots = self.low_MB.shape
+            block_MB = torch.arange(blocks, device=self.low_MB.device)[:, None].expand(blocks, slots)
+            slot_MB = torch.arange(slots, device=self.low_MB.device).expand(blocks, slots)
+            sight = flex.Sight(
+                low_Q=self.low_MB[:, -asking:].flatten(),
+                high_Q=self.high_MB[:, -asking:].flatten(),
+                owner_Q=block_MB[:, -asking:].flatten(),
+                slot_Q=slot_MB[:, -asking:].flatten(),
+                owner_P=block_MB.flatten(),
+                slot_P=slot_MB.flatten(),
+                seen_BB=~self.own_hidden,
+            )
+            self.masks[asking] = sight.mask(num_context)
+        return self.masks[asking]
 
 
 def plan_blocks(
@@ -100,7 +125,12 @@ def plan_blocks(
         pieces.append(BlockPiece(slice(begin, end), slice(first, stop), hidden))
         cells += (end - begin) * block_size * (stop - first + block_size)
         begin = end
-    return BlockPlan(tuple(pieces), own_hidden, cells)
+    high_MB = anchors_M[:, None].expand(-1, block_size)
+    low_MB = starts_M[:, None].expand(-1, block_size)
+    if window is not None:
+        nearest_MB = high_MB - window if from_anchor else high_MB + slots_B - window + 1
+        low_MB = torch.maximum(low_MB, nearest_MB)
+    return BlockPlan(tuple(pieces), own_hidden, cells, low_MB, high_MB)
 
 
 def _context_starts(document_ids_T: Tensor, anchors_M: Tensor) -> Tensor:
@@ -120,7 +150,7 @@ def attend_blocks(
     own_value_MBgE: Tensor,
     plan: BlockPlan,
 ) -> Tensor:
-    """Softmax attention of block queries over context and own keys; float32 inside.
+    """Softmax attention of block queries over context and own keys; float32 inside, on a CPU.
 
     Args:
         query_MQhE: [M, Q, heads, head_dim]: the last Q slots of every block ask.
@@ -131,6 +161,11 @@ def attend_blocks(
     Returns:
         [M, Q, heads, head_dim] in the query's dtype.
     """
+    if flex.takes(query_MQhE):
+        mask = plan.mask(context_key_TgE.shape[0], query_MQhE.shape[1])
+        keys = torch.cat([context_key_TgE, own_key_MBgE.flatten(0, 1)])
+        values = torch.cat([context_value_TgE, own_value_MBgE.flatten(0, 1)])
+        return flex.attend_ranges(query_MQhE.flatten(0, 1), keys, values, mask).view_as(query_MQhE)
     result: Tensor = _AttendBlocks.apply(  # type: ignore[no-untyped-call]
         plan, query_MQhE, context_key_TgE, context_value_TgE, own_key_MBgE, own_value_MBgE
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculators_core.algorithms._blocks import attention
+from speculators_core.algorithms._blocks import attention, flex
 from speculators_core.algorithms._blocks.attention import attend, plan_attention
 
 DOCUMENTS = torch.tensor([0] * 9 + [1] * 5 + [2] * 12 + [-1] * 4)
@@ -62,6 +62,10 @@ def test_pieces_and_own_keys_are_the_dense_mask(
     out = attend(q, k, v, plan, own_k, own_v)
     expected = reference(q, k, v, own_k, own_v, dense_mask(chosen, steps, window, shift))
     torch.testing.assert_close(out, expected)
+    # on a CPU the kernel of other devices has no gradients
+    keys, values = torch.cat([k, *own_k]).detach(), torch.cat([v, *own_v]).detach()
+    in_one = flex.attend_ranges(q.detach(), keys, values, plan.mask(total, steps))
+    torch.testing.assert_close(in_one, expected.detach())
     upstream = torch.randn_like(out)
     inputs = [q, k, v, *own_k, *own_v]
     for ours, theirs in zip(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculators_core.algorithms._blocks import block_attention
+from speculators_core.algorithms._blocks import block_attention, flex
 from speculators_core.algorithms._blocks.block_attention import attend_blocks, plan_blocks
 
 DOCUMENTS = torch.tensor([0] * 9 + [1] * 5 + [2] * 12 + [-1] * 4)
@@ -66,6 +66,10 @@ def test_pieces_are_the_dense_mask(
     out = attend_blocks(q, k, v, own_k, own_v, plan)
     expected = reference(q, k, v, own_k, own_v, dense_mask(window, causal, from_anchor))
     torch.testing.assert_close(out, expected)
+    # on a CPU the kernel of other devices has no gradients
+    keys, values = torch.cat([k, own_k.flatten(0, 1)]).detach(), torch.cat([v, own_v.flatten(0, 1)]).detach()
+    in_one = flex.attend_ranges(q.detach().flatten(0, 1), keys, values, plan.mask(total, asking))
+    torch.testing.assert_close(in_one.view_as(expected), expected.detach())
     upstream = torch.randn_like(out)
     inputs = [q, k, v, own_k, own_v]
     for ours, theirs in zip(
