@@ -252,7 +252,7 @@ def file_lock(
     look: Callable[[], None] | None = None,
     even_full: bool = False,
 ) -> Iterator[None]:
-    """Flock that dies with its holder (also on kill -9). Not reentrant. The lock file stays.
+    """Flock that dies with its holder (also on kill -9). Not reentrant. The file stays; its holder may delete it.
 
     Side effect: blocks until the holder is done, and says so in the log once.
 
@@ -265,31 +265,52 @@ def file_lock(
         StoreError: the lock file cannot be made.
     """
     mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    descriptor = None
+    while True:
+        descriptor = _lock_file(path, even_full=even_full)
+        if descriptor is None:
+            logger.warning("the disk is full, and has no room for a lock: nothing keeps others off %s", waiting_for)
+            yield
+            return
+        try:
+            _wait_for_lock(descriptor, mode, waiting_for, look)
+            if _lies_at(descriptor, path):
+                yield
+                return
+        finally:  # where its holder deleted the file meanwhile, nobody else would meet us at it: once more
+            os.close(descriptor)
+
+
+def _lock_file(path: Path, *, even_full: bool) -> int | None:
+    """Descriptor of a lock file; None where `even_full` and there is no room for one."""
     with storage_errors(path, "taking a lock"):
         try:
-            descriptor = open_lock(path)
+            return open_lock(path)
         except OSError as error:
             if not even_full or not no_room(error):
                 raise
-    if descriptor is None:
-        logger.warning("the disk is full, and has no room for a lock: nothing keeps others off %s", waiting_for)
-        yield
+    return None
+
+
+def _wait_for_lock(descriptor: int, mode: int, waiting_for: str, look: Callable[[], None] | None) -> None:
+    if _taken(descriptor, mode):
         return
+    logger.info("waiting for another process: %s", waiting_for)
+    started = time.monotonic()
+    if look is None:
+        fcntl.flock(descriptor, mode)
+    else:
+        while not _taken(descriptor, mode):
+            look()
+            time.sleep(_LOOK_S)
+    logger.info("the other process is done after %.0f s: %s", time.monotonic() - started, waiting_for)
+
+
+def _lies_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file is still the one of that name."""
     try:
-        if not _taken(descriptor, mode):
-            logger.info("waiting for another process: %s", waiting_for)
-            started = time.monotonic()
-            if look is None:
-                fcntl.flock(descriptor, mode)
-            else:
-                while not _taken(descriptor, mode):
-                    look()
-                    time.sleep(_LOOK_S)
-            logger.info("the other process is done after %.0f s: %s", time.monotonic() - started, waiting_for)
-        yield
-    finally:
-        os.close(descriptor)
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _taken(descriptor: int, mode: int) -> bool:
