@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import Tensor
 
 from speculators_core.algorithms._blocks.aux_layers import chosen_layers
 from speculators_core.algorithms._blocks.block_draft import BlockDraft
 from speculators_core.algorithms._blocks.block_knobs import BlockKnobs
-from speculators_core.algorithms._blocks.borrowed import borrow, reduced_vocabulary
+from speculators_core.algorithms._blocks.borrowed import Borrowed, borrow, reduced_vocabulary
 from speculators_core.algorithms._blocks.feature_build import draw_linear
 from speculators_core.algorithms._blocks.geometry import LayerGeometry, geometry_for
 from speculators_core.algorithms._blocks.mask_token import resolve_mask_token
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 Draft = TypeVar("Draft", bound=BlockDraft)
 Make = Callable[[VerifierFacts, LayerGeometry, int, ReducedVocabulary | None, int], Draft]
 """The module itself, from (facts, geometry, number of features, vocabulary, mask token)."""
+SPREAD = 8.0
+"""Most that fresh logits may spread by: a verifier's own do by less, and what starts above learns to unsay it first."""
+_ROWS = 4096
+"""Rows of a head that are enough to know its size."""
 
 
 def build_block_draft(
@@ -37,7 +42,7 @@ def build_block_draft(
 
     Linear weights are N(0, initializer_range), norms 1; embedding and head are the verifier's. So the last norm starts
     as the verifier's, which is made for that head (not with `compat`): Adam moves a weight by its rate, whatever the
-    gradient, and masks have a long way to go.
+    gradient, and masks have a long way to go. It is made smaller where fresh logits would spread by more than SPREAD.
 
     Raises:
         ConfigError: layers, vocabulary or mask token that this verifier does not have.
@@ -64,5 +69,13 @@ def build_block_draft(
     model.borrow(parts.embed_VH, parts.head_DH)
     model.teacher = parts.teacher
     if not knobs.compat:
-        model.norm.load_state_dict({"weight": parts.teacher.norm_weight_H})
+        model.norm.load_state_dict({"weight": _bounded(parts, model.draft_logit_scale)})
     return model
+
+
+def _bounded(parts: Borrowed, logit_scale: float) -> Tensor:
+    """The verifier's last norm [H], by which logits of random states spread by SPREAD at most."""
+    norm_H = parts.teacher.norm_weight_H
+    some_DH = parts.head_DH[:: -(-parts.head_DH.shape[0] // _ROWS)].float()
+    spread = logit_scale * float((some_DH * norm_H).norm(dim=-1).mean())
+    return norm_H * min(1.0, SPREAD / spread)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from speculators_core.algorithms._blocks.block_build import SPREAD
 from speculators_core.algorithms._blocks.block_knobs import check_blocks
 from speculators_core.algorithms._blocks.block_objective import chance_weights, expected_count, learned_blocks
 from speculators_core.algorithms.dflash.build import build
@@ -182,6 +183,17 @@ def test_the_last_norm_starts_as_the_one_that_the_head_was_made_for(verifier: Pa
     model, _ = made(verifier, compat=compat)
     own = load_file(verifier / "model.safetensors")["model.norm.weight"].float()
     assert torch.equal(model.norm.weight, torch.ones_like(own) if compat else own)
+
+
+def test_a_last_norm_that_would_shout_starts_smaller(tmp_path: Path) -> None:
+    """Some families have norms of 50 beside small heads, some have not: what counts is what the logits do."""
+    directory = write_verifier(tmp_path / "loud")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"] = 1000 * tensors["model.norm.weight"]
+    save_file(tensors, directory / "model.safetensors")
+    model, _ = made(directory)
+    head = model.lm_head.weight.float()
+    assert (head * model.norm.weight.detach()).norm(dim=-1).mean().item() == pytest.approx(SPREAD)
 
 
 def test_the_verifiers_own_tables_are_left_to_the_verifier(verifier: Path) -> None:
