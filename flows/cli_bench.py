@@ -127,8 +127,8 @@ def algorithms(
 def capture(
     recipe: RecipeArgument,
     overrides: SetOption = NO_OVERRIDES,
-    rows: Annotated[int, typer.Option(min=1, help="prompts of one pass")] = 200,
-    passes: Annotated[int, typer.Option(min=1, help="passes of each side and setting")] = 3,
+    rows: Annotated[int, typer.Option(min=1, help="prompts of one pass")] = 50,
+    passes: Annotated[int, typer.Option(min=1, help="passes of each side and setting, in turns")] = 9,
     stores: Annotated[
         list[str] | None,
         typer.Option(

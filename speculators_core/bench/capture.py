@@ -2,12 +2,14 @@
 
 Rules: same verifier, requests, dtype and concurrency on both sides; prefix caching off on both, or a repeated prompt
 would cost nothing; all engines stand from the beginning, and the one that has no request sleeps; one unmeasured pass
-each, then all sides alternate; medians. Capturing is measured as it is used: requests, records read back and deleted;
-of prompts also gates, and shards on disk.
+each, then all sides take turns, there and back; the ratio is the median of those of each turn, since a machine's speed
+wanders: many short passes tell more than few long ones. Capturing is measured as it is used: requests, records read
+back and deleted; of prompts also gates, and shards on disk.
 """
 
 from __future__ import annotations
 
+import operator
 import shutil
 import statistics
 import time
@@ -54,7 +56,7 @@ class Comparison(StrictModel):
     settings: BatchSettings = Field(description="how the engine without a connector batched")
     plain: tuple[float, ...] = Field(description="tokens/s of each of its passes: of the prompts, or generated")
     captured: tuple[float, ...] = Field(description="the same of the engine that captures")
-    ratio: float = Field(description="captured / plain, of the medians")
+    ratio: float = Field(description="captured / plain: the median over passes that neighboured")
     fastest: bool = Field(description="whether no other settings made the plain engine faster: this ratio counts")
 
     def line(self) -> str:
@@ -134,7 +136,7 @@ def bench_capture(
         for setting in settings:
             with case.plain(told[0], setting) as plain:
                 for work, tokens in case.tokens.items():
-                    turns = [[side(work) for side in (plain, *sides)] for _ in range(1 + passes)]
+                    turns = [_turn((plain, *sides), work, backwards=turn % 2 == 1) for turn in range(1 + passes)]
                     speeds = [tuple(tokens / seconds for seconds in side) for side in zip(*turns[1:], strict=True)]
                     found += [
                         Comparison(
@@ -143,7 +145,7 @@ def bench_capture(
                             settings=setting,
                             plain=speeds[0],
                             captured=captured,
-                            ratio=statistics.median(captured) / statistics.median(speeds[0]),
+                            ratio=statistics.median(map(operator.truediv, captured, speeds[0])),
                             fastest=False,
                         )
                         for config, captured in zip(told, speeds[1:], strict=True)
@@ -159,6 +161,13 @@ def bench_capture(
         concurrency=told[0].concurrency,
         comparisons=mark_fastest(found),
     )
+
+
+def _turn(sides: Sequence[Side], work: Work, *, backwards: bool) -> list[float]:
+    """Seconds of each side, one after the other: what slows the machine for a while slows neighbours alike."""
+    order = range(len(sides))[:: -1 if backwards else 1]
+    seconds = {number: sides[number](work) for number in order}
+    return [seconds[number] for number in range(len(sides))]
 
 
 def mark_fastest(comparisons: Sequence[Comparison]) -> tuple[Comparison, ...]:
