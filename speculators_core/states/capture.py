@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import Field
 
-from hs_connectors.contract import CaptureSettings, Reader, kv_transfer_config, speculative_config
+from hs_connectors.contract import CPU_SCHEDULER, CaptureSettings, Reader, kv_transfer_config, speculative_config
 from hs_connectors.errors import SettingsError
 from hs_connectors.registry import open_reader
 from speculators_core.engine.config import NO_PREFIX_CACHING
@@ -155,7 +155,10 @@ def capture_server(
         speculative=speculative_config(settings),
         kv_transfer=kv_transfer_config(settings),
         trust_remote_code=trust_remote_code,
-        extra_args=() if config.prefix_caching else (NO_PREFIX_CACHING,),
+        extra_args=(
+            *(() if config.prefix_caching else (NO_PREFIX_CACHING,)),
+            *(("--scheduler-cls", CPU_SCHEDULER) if device == "cpu" else ()),
+        ),
     )
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # keeps the settings importable where torch is not wanted
     from torch import Tensor
 
 CONNECTOR_NAME = "DraftsmithHiddenStates"
+CPU_SCHEDULER = "hs_connectors.vllm.scheduler.CapturingScheduler"
+"""Value for `--scheduler-cls` where an engine captures on a CPU."""
 SETTINGS_KEY = "draftsmith"
 NORM_POINT = "before the final norm"
 """Where the state of the last layer id is taken, in an engine's announcement."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from synthetic_states import FACTS, make_rows, record_for, states_for
 
+from hs_connectors.contract import CPU_SCHEDULER
 from speculators_core.engine.config import NO_PREFIX_CACHING, build_arguments
 from speculators_core.errors import CaptureError, ConfigError, DiskSpaceError
 from speculators_core.states.capture import capture_server, require_disk
@@ -109,6 +110,12 @@ def test_rows_share_beginnings_unless_told_otherwise(shared: bool, tmp_path: Pat
     config = CaptureConfig(prefix_caching=shared)
     spec = capture_server(config, tmp_path, (1, 2), "f" * 64, tmp_path, max_model_len=64, device="cpu")
     assert (NO_PREFIX_CACHING in build_arguments(spec, 8000)) is not shared
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", True), ("cuda", False), ("unknown", False)])
+def test_a_cpu_schedules_no_drafts_and_a_gpu_goes_on_scheduling_ahead(device: str, expected: bool, tmp_path: Path):
+    spec = capture_server(CaptureConfig(), tmp_path, (1, 2), "f" * 64, tmp_path, max_model_len=64, device=device)
+    assert (CPU_SCHEDULER in build_arguments(spec, 8000)) is expected
 
 
 def test_too_little_disk_is_refused_with_both_figures(tmp_path: Path):
