@@ -54,6 +54,7 @@ def test_a_payload_without_its_manifest_does_not_exist(
     open_writer("s3", {"root": root}).put("whole", make_record())
     files.pipe_file(f"{root}/half.safetensors", bytes(pack(make_record())))  # killed before it wrote the manifest
     files.pipe_file(f"{root}/none.safetensors", b"")  # killed before a byte came: SeaweedFS keeps the name
+    files.pipe_file(f"{root}/.0123456789abcdef.probe", b"x")  # killed while it tried whether it may write
     with pytest.raises(RecordTimeout):
         backend.fetch("half", 0)
     assert [entry.key for entry in backend.entries()] == ["whole"]

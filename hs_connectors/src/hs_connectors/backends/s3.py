@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,8 @@ _PAUSES_S = (0.01, 0.25)
 _ABANDONED_S = 86400.0
 """Older payloads without a manifest, and older unfinished uploads, belong to nobody that lives: of an upload only the
 name is known, and somebody's large model may take hours."""
+_PROBE = re.compile(r"\.[0-9a-f]{16}\.probe")
+"""What a writer that was killed in its first second leaves."""
 _CONNECT_S, _READ_S = 5, 60
 
 
@@ -82,11 +85,14 @@ class S3Backend:
         self._ask("cannot be written", lambda: self._fs.pipe_file(probe, b"x"))
         self._ask("cannot be written", lambda: self._fs.rm_file(probe))
         abandoned = time.time() - _ABANDONED_S
-        manifests, payloads = self._list()
+        manifests, payloads, probes = self._list()
         old = [key for key in payloads.keys() - manifests.keys() if payloads[key][1] < abandoned]
         orphans = [key for key in old if not payloads[key][0] or kind_of(partial(self._head, key + _DATA)) == "record"]
         for key in orphans:
             self._remove(key + _DATA)
+        for name, since in probes.items():
+            if since < abandoned:
+                self._remove(name)
         uploads = self._abort_uploads(abandoned)
         if orphans or uploads:
             log.info("removed leftovers of killed writers payloads=%d uploads=%d", len(orphans), uploads)
@@ -125,7 +131,7 @@ class S3Backend:
 
     def entries(self) -> Iterator[Entry]:
         """From one listing; times are those of the manifests."""
-        manifests, payloads = self._list()
+        manifests, payloads, _ = self._list()
         for key, (_, modified_at) in manifests.items():
             if key in payloads:
                 yield Entry(key, "record", payloads[key][0], modified_at)
@@ -206,16 +212,20 @@ class S3Backend:
 
         self._ask(f"refused to delete {name}", remove)
 
-    def _list(self) -> tuple[dict[str, tuple[int, float]], dict[str, tuple[int, float]]]:
-        """(manifests, payloads) by key: size and time. What lies in directories below is none."""
+    def _list(self) -> tuple[dict[str, tuple[int, float]], dict[str, tuple[int, float]], dict[str, float]]:
+        """(manifests, payloads) by key: size and time; probes' names: time. What lies in directories below is none."""
         found: dict[str, Any] = self._ask("cannot be listed", lambda: self._fs.find(self._root, detail=True)) or {}
         manifests: dict[str, tuple[int, float]] = {}
         payloads: dict[str, tuple[int, float]] = {}
+        probes: dict[str, float] = {}
+        prefix = f"{self._root.removeprefix('s3://')}/"
         for path, info in found.items():
             for suffix, target in ((_MANIFEST, manifests), (_DATA, payloads)):
-                if (key := _key_of(path, f"{self._root.removeprefix('s3://')}/", suffix)) is not None:
+                if (key := _key_of(path, prefix, suffix)) is not None:
                     target[key] = (int(info["size"]), info["LastModified"].timestamp())
-        return manifests, payloads
+            if _PROBE.fullmatch(name := path.removeprefix(prefix)):
+                probes[name] = info["LastModified"].timestamp()
+        return manifests, payloads, probes
 
     def _abort_uploads(self, before: float) -> int:
         bucket, directory, _ = self._fs.split_path(self._root)
