@@ -181,17 +181,18 @@ def test_an_unknown_codec_lists_the_known() -> None:
         pack(make_record(), "zip")
 
 
-def test_a_forked_process_packs_small_records_after_torch_has_had_its_threads() -> None:
+def test_a_forked_process_packs_records_of_any_size_after_torch_has_had_its_threads() -> None:
     code = (
         "import os, signal, torch\n"
         "from hs_connectors.record import pack\n"
         "from hs_connectors.testing import make_record\n"
         "torch.set_num_threads(2)\n"
+        "records = make_record(400), make_record(40_000)\n"
         "torch.ones(512, 512, dtype=torch.bfloat16) @ torch.ones(512, 512, dtype=torch.bfloat16)\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    signal.alarm(20)\n"
-        "    pack(make_record(400)); os._exit(0)\n"
+        "    [pack(record) for record in records]; os._exit(0)\n"
         "raise SystemExit(os.waitpid(child, 0)[1])\n"
     )
     assert subprocess.run([sys.executable, "-c", code], env=child_environment(), check=False).returncode == 0
