@@ -62,6 +62,30 @@ def test_a_payload_without_its_manifest_does_not_exist(
     assert sorted(path.rpartition("/")[2] for path in files.find(root)) == ["whole.record.json", "whole.safetensors"]
 
 
+def test_what_was_read_is_deleted_without_a_look(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = open_backend("s3", {"root": root})
+    backend.prepare()
+    for key in ("read", "unread", "weights"):
+        backend.publish(key, pack(make_record()) if key != "weights" else save({"w": torch.zeros(3)}))
+    backend.fetch("read", 5)
+    backend.fetch("weights", 5)
+    asked: list[str] = []
+    ask = backend._fs._call_s3  # type: ignore[attr-defined]
+
+    def count(method: str, *args: object, **kwargs: object) -> object:
+        asked.append(method)
+        return ask(method, *args, **kwargs)
+
+    monkeypatch.setattr(backend._fs, "_call_s3", count)  # type: ignore[attr-defined]
+    backend.discard("read")
+    assert asked == ["delete_object"] * 2
+    backend.discard("unread")
+    assert asked[2:] == ["get_object", "get_object", "delete_object", "delete_object"]
+    with pytest.raises(StorageError, match="it is not deleted"):
+        backend.discard("weights")
+    assert [entry.key for entry in backend.entries()] == ["weights"]
+
+
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"schema": "draftsmith.states/1"}])
 def test_what_other_people_keep_there_is_never_deleted(
     root: str, files: s3fs.S3FileSystem, all_is_abandoned: None, metadata: dict[str, str] | None

@@ -37,7 +37,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _DATA, _MANIFEST, _ENGINE = ".safetensors", ".record.json", "engine.json"
 _OPTIONS = {"root", "endpoint_url", "part_mib", "attempts"}
-_PAUSES_S = (0.01, 0.25)
+_PAUSES_S = (0.04, 0.25)
+"""A record is usually there some 20 ms after its handle, and each look in vain costs both sides a request."""
+_REMEMBERED = 4096
 _ABANDONED_S = 86400.0
 """Older payloads without a manifest, and older unfinished uploads, belong to nobody that lives: of an upload only the
 name is known, and somebody's large model may take hours."""
@@ -75,6 +77,7 @@ class S3Backend:
             },
         )
         self._fs.retries = attempts
+        self._read_here: dict[str, None] = {}  # keys of records that were read whole, the newest last
 
     def prepare(self) -> None:
         """Prove that the prefix can be written; remove what killed writers left more than a day ago.
@@ -109,7 +112,7 @@ class S3Backend:
         self._put_manifest(check_key(key), {"error": message}, f"refused even the error marker of {key}")
 
     def fetch(self, key: str, timeout_s: float) -> Payload:
-        """Poll for the manifest, from every 10 ms to every 250; then read the payload, a large one in parallel."""
+        """Poll for the manifest, from every 40 ms to every 250; then read the payload, a large one in parallel."""
         path = self._path(check_key(key))
 
         def look() -> Payload | None:
@@ -120,12 +123,21 @@ class S3Backend:
                 return None
             return self._ask(f"refused to read record {key}", lambda: self._get(path + _DATA, num_bytes))
 
-        return await_payload(look, timeout_s, _PAUSES_S, f"record {key} of {self._root}")
+        payload = await_payload(look, timeout_s, _PAUSES_S, f"record {key} of {self._root}")
+        if kind_of(lambda num_bytes: bytes(memoryview(payload)[:num_bytes])) == "record":
+            self._remember(key)
+        return payload
 
     def discard(self, key: str) -> None:
-        """Remove the manifest, then the payload; EntryError for anything else that bears the name of one."""
-        self._manifest(check_key(key))
-        refuse_foreign(self._path(key + _DATA), partial(self._head, key + _DATA))
+        """Remove the manifest, then the payload; EntryError for anything else that bears the name of one.
+
+        What this reader has read is known to be a record: it isn't asked for again.
+        """
+        if check_key(key) in self._read_here:
+            self._read_here.pop(key, None)
+        else:
+            self._manifest(key)
+            refuse_foreign(self._path(key + _DATA), partial(self._head, key + _DATA))
         self._remove(key + _MANIFEST)
         self._remove(key + _DATA)
 
@@ -150,6 +162,11 @@ class S3Backend:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+    def _remember(self, key: str) -> None:
+        self._read_here[key] = None
+        for oldest in list(self._read_here)[:-_REMEMBERED]:
+            self._read_here.pop(oldest, None)
 
     def _manifest(self, key: str) -> int | str | None:
         """A record's bytes, or why there is none; None without a manifest, EntryError where it is not ours."""
